@@ -1,0 +1,159 @@
+"""The messages of the hot path, and how they become bytes: msgpack, checked against a schema on arrival.
+
+    ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank
+    ingress ←─── TokenEvent ────── engine ←─ StepResult ─ tp rank 0 of the last stage
+
+Tokens inside, text at the edge: nothing here is a string of the conversation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+class Message(BaseModel):
+    """A value that crosses a process boundary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def pack(self) -> bytes:
+        """This message as msgpack bytes."""
+        packed: bytes = msgpack.packb(self.model_dump())
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The message in `data`. Raises `pydantic.ValidationError` or `msgpack.UnpackException` on anything else."""
+        return cls.model_validate(msgpack.unpackb(data, strict_map_key=False))
+
+
+class SamplingParams(Message):
+    """How the next token is chosen. `seed` is always set: the ingress draws one where the caller gave none.
+
+    `logprobs` and `prompt_logprobs`: None for none, else the number of alternatives beside the chosen token.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    """Until this many tokens are out, `stop_token_ids` cannot be chosen."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request (the model's end tokens included, unless the caller ignores them)."""
+
+
+class GenerateRequest(Message):
+    """One sequence to continue. The prompt may hold tokens that were already sent to the client (a replay)."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    """Tokens to generate at most; 0 scores the prompt only."""
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+    """Lower is served first."""
+    tenant: str = ""
+    """Fairness is kept between tenants."""
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only between requests with the same salt."""
+    timeout_s: float | None = None
+    """Seconds from arrival after which the request ends with finish reason ``deadline``."""
+
+
+class TokenLogprob(Message):
+    """Natural-log probability of a token, its rank-ordered alternatives, and its own rank (1 = most likely)."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = Field(default_factory=list)
+
+
+class TokenEvent(Message):
+    """What happened to a request in one step. Exactly one event of a request carries `finish`, and it is the last."""
+
+    request_id: str
+    tokens: list[int] = Field(default_factory=list)
+    logprobs: list[TokenLogprob] = Field(default_factory=list)
+    """One per token where logprobs were asked for, else empty."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per prompt token (None for the first), on the first event, where asked for."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    """The token that stopped the request; it is also the last of `tokens`."""
+    error: str | None = None
+
+
+class SequenceStart(Message):
+    """A sequence the ranks do not know yet (new, or back after preemption), whole."""
+
+    sequence_id: int
+    tokens: list[int]
+    """Prompt and whatever was generated before a preemption."""
+    prompt_length: int
+    sampling: SamplingParams
+
+
+class Row(Message):
+    """One sequence's part of a step: run its tokens ``[start, start + count)``."""
+
+    sequence_id: int
+    start: int
+    """Tokens of the sequence whose KV is in the cache already."""
+    count: int
+    append: list[int] = Field(default_factory=list)
+    """Tokens to add to the sequence first: those sampled since the ranks last heard of it."""
+    new_blocks: list[int] = Field(default_factory=list)
+    """Blocks to add to the end of the sequence's block table."""
+    sample: bool = False
+    """Sample the token that follows the last one run."""
+
+
+class StepPlan(Message):
+    """What every rank does next. Applied in this order: `ended`, `started`, `rows`."""
+
+    step: int
+    ended: list[int] = Field(default_factory=list)
+    """Sequences to forget (finished, cancelled or preempted)."""
+    started: list[SequenceStart] = Field(default_factory=list)
+    rows: list[Row]
+
+
+class Sampled(Message):
+    """The token sampled for one sequence; `logprob` only where the request asked for logprobs."""
+
+    sequence_id: int
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class PromptLogprobs(Message):
+    """Log-probabilities of the tokens at positions ``[first, first + len(entries))`` of a sequence."""
+
+    sequence_id: int
+    first: int
+    entries: list[TokenLogprob]
+
+
+class StepResult(Message):
+    """What came out of a step. `seconds` is the time the sampling rank spent on it."""
+
+    step: int
+    sampled: list[Sampled] = Field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = Field(default_factory=list)
+    seconds: float = 0.0

@@ -1,0 +1,38 @@
+"""One step as tensors: what the decoder and the attention backends are given, as an argument, every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, sequence after sequence.
+
+    Two sequences, one prefilling 3 tokens after 16 cached ones, one decoding, blocks of 16 tokens::
+
+        tokens         [ a16 a17 a18 | b5 ]
+        positions      [  16  17  18 |  5 ]
+        query_lens     [3, 1]      context_lens  [16, 5]      block_tables [[7, 2], [4]]
+        slots          [ 32  33  34 | 69 ]                    slot = block * 16 + offset in the block
+    """
+
+    token_ids: Tensor
+    """[tokens] int64."""
+    positions: Tensor
+    """[tokens] int64, true positions in the sequence."""
+    slots: Tensor
+    """[tokens] int64, where each token's K and V go."""
+    query_lens: list[int]
+    """Tokens of each sequence in this step, at least 1."""
+    context_lens: list[int]
+    """Tokens of each sequence that are in the cache before this step."""
+    block_tables: list[list[int]]
+    output_rows: Tensor
+    """[rows] int64: tokens of the step whose logits are wanted."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
