@@ -9,9 +9,16 @@ Text form, used by every command, config and error: ``tp=2,pp=2`` (fields not na
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from placement.hardware import ClusterSpec
+    from placement.model_spec import ModelSpec
 
 Size = Annotated[int, Field(ge=1)]
 """Number of ranks along one axis."""
@@ -22,6 +29,16 @@ _LIST_SEPARATOR = "/"
 
 class LayoutError(ValueError):
     """A layout text that cannot be read, or a layout that breaks rules. ``str()`` is the whole message."""
+
+
+class Violation(BaseModel):
+    """One broken rule. `suggestions` are the nearest legal layouts as text; each passes `Layout.check` itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    field: str
+    message: str
+    suggestions: tuple[str, ...] = ()
 
 
 class Layout(BaseModel):
@@ -41,7 +58,7 @@ class Layout(BaseModel):
     sp: bool = False
     redundant_experts: Annotated[int, Field(ge=0)] = 0
     stage_layers: tuple[Size, ...] | None = None
-    tp_shares: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    tp_shares: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     cp_style: Literal["ring", "allgather"] = "ring"
 
     @property
@@ -61,9 +78,98 @@ class Layout(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text form, for example ``tp=2,pp=2,stage_layers=16/14``. Raises `LayoutError`."""
-        raise LayoutError(f"not read yet: {text}")
+        """Read the text form, for example ``tp=2,pp=2,stage_layers=16/14``; empty text is the single rank.
+
+        Raises `LayoutError` with everything that is wrong with the text.
+        """
+        values: dict[str, Any] = {}
+        faults: list[str] = []
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (side.strip() for side in part.partition("="))
+            if name not in cls.model_fields:
+                faults.append(_unknown(name, list(cls.model_fields)))
+            elif name in values:
+                faults.append(f"{name} is given twice")
+            else:
+                read, expected = _FORMS.get(name, _SIZE)
+                values[name] = read(value)
+                if values[name] is None:
+                    faults.append(f"{name} is {value!r}, but must be {expected}")
+        if faults:
+            raise LayoutError(f"layout {text!r}: {'; '.join(faults)}")
+        return cls._made_of(values, text)
+
+    @classmethod
+    def _made_of(cls, values: dict[str, Any], text: str) -> Self:
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            names = dict.fromkeys(str(fault["loc"][0]) for fault in error.errors())
+            faults = (f"{name} is {_text(values[name])}, but must be {_FORMS.get(name, _SIZE)[1]}" for name in names)
+            raise LayoutError(f"layout {text!r}: {'; '.join(faults)}") from None
 
     def __str__(self) -> str:
         """The shortest text form: fields at their default are left out; the single rank is ``tp=1``."""
-        return ""
+        fields = type(self).model_fields
+        order = dict.fromkeys(("tp", "pp", *fields))
+        changed = {name: getattr(self, name) for name in order if getattr(self, name) != fields[name].default}
+        return ",".join(f"{name}={_text(value)}" for name, value in changed.items()) or "tp=1"
+
+    def check(self, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
+        """Every rule this layout breaks for a model (on a cluster, where one is given). Empty: legal."""
+        # The rules read the mesh and the shards, which are made from layouts: only a late import avoids the circle.
+        from placement import rules
+
+        return rules.check(self, model, cluster)
+
+
+def require(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> None:
+    """Raise `LayoutError` with every broken rule in one message, unless the layout is legal."""
+    violations = layout.check(model, cluster)
+    if violations:
+        raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))
+
+
+def _whole_number(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...] | None]:
+    def read_list(text: str) -> tuple[Any, ...] | None:
+        entries = tuple(read(entry.strip()) for entry in text.split(_LIST_SEPARATOR))
+        return None if None in entries else entries
+
+    return read_list
+
+
+_SIZE: tuple[Callable[[str], Any], str] = (_whole_number, "a whole number of at least 1")
+_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "sp": ({"true": True, "false": False}.get, "true or false"),
+    "redundant_experts": (_whole_number, "a whole number of at least 0"),
+    "stage_layers": (_list_of(_whole_number), "whole numbers of at least 1, one per stage, as in 16/14"),
+    "tp_shares": (_list_of(_number), "numbers above 0, one per tp rank, as in 2/1.5"),
+    "cp_style": ({style: style for style in ("ring", "allgather")}.get, "ring or allgather"),
+}
+"""How each field is read (None: unreadable), and what it must be. The others are `_SIZE`."""
+
+
+def _unknown(name: str, fields: list[str]) -> str:
+    nearest = get_close_matches(name.lower().replace("-", "_"), fields, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"there is no field {name!r}; {hint}The fields are {', '.join(fields)}"
+
+
+def _text(value: object) -> str:
+    """One value in the text form."""
+    if isinstance(value, tuple):
+        return _LIST_SEPARATOR.join(_text(entry) for entry in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

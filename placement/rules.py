@@ -1,0 +1,131 @@
+"""The rules of a legal layout, one function each. `Layout.check` is the only door to them.
+
+A rule yields a sentence, with the numbers that clash, for each way in which it is broken. `check` adds what would work.
+
+Uneven splits are legal (9 query heads on 2 ranks, 5 ranks on 3 KV heads): what a rank must have is at least one query
+head, one MLP column and one vocabulary row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from placement import suggestions
+from placement.hardware import ClusterSpec
+from placement.layout import Layout, Violation
+from placement.model_spec import ModelSpec
+
+Broken = tuple[str, str]
+"""(field, sentence)"""
+
+BUILT = ("replicas", "pp", "tp", "stage_layers")
+"""Fields that may differ from their default."""
+
+
+def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Violation]:
+    """Every broken rule, each with the nearest legal layouts."""
+    found = broken(layout, model, cluster)
+    if not found:
+        return []
+    among = suggestions.candidates(layout, model, cluster)
+
+    def violation(field: str, sentence: str) -> Violation:
+        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, model, cluster))
+        sizes = f" tp sizes that work: {suggestions.sizes(other.tp for other in among)}." if field == "tp" and legal else ""
+        tries = f" Try {' or '.join(map(str, legal))}." if legal else " No layout of this model fits here."
+        return Violation(field=field, message=f"{sentence}.{sizes}{tries}", suggestions=tuple(map(str, legal)))
+
+    return [violation(field, sentence) for field, sentence in found]
+
+
+def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
+    """The bare verdict: what is broken, without suggestions."""
+    on_model = [found for rule in MODEL_RULES for found in rule(layout, model)]
+    on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
+    return on_model + on_cluster
+
+
+def only_built_fields(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Nothing that was asked for is dropped in silence."""
+    for name, field in Layout.model_fields.items():
+        value = getattr(layout, name)
+        if name not in BUILT and value != field.default:
+            yield name, f"{name}={value}: {name} is not built yet"
+
+
+def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """The query heads of a KV group may be dealt over ranks, a single head may not."""
+    if layout.tp > model.num_heads:
+        yield "tp", f"tp={layout.tp} is more than the {model.num_heads} query heads (num_attention_heads) of the model"
+
+
+def a_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Every rank has part of every MLP."""
+    if layout.tp > model.intermediate_size:
+        yield "tp", f"tp={layout.tp} is more than the {model.intermediate_size} MLP columns (intermediate_size) of the model"
+
+
+def a_vocabulary_row_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Every rank has part of the embedding and of the head."""
+    if layout.tp > model.vocab_size:
+        yield "tp", f"tp={layout.tp} is more than the {model.vocab_size} vocabulary rows (vocab_size) of the model"
+
+
+def a_layer_per_stage(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """No stage is empty."""
+    if layout.pp > model.num_layers:
+        yield "pp", f"pp={layout.pp} is more than the {model.num_layers} layers (num_hidden_layers) of the model"
+
+
+def stage_layers_add_up(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """A split by hand names every stage and every layer."""
+    given = layout.stage_layers
+    if given is None:
+        return
+    text = "/".join(map(str, given))
+    if len(given) != layout.pp:
+        yield "stage_layers", f"stage_layers={text} names {len(given)} stages, but pp={layout.pp}"
+    if sum(given) != model.num_layers:
+        yield "stage_layers", f"stage_layers={text} adds up to {sum(given)} layers, but the model has {model.num_layers}"
+
+
+def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
+    """One slot per rank."""
+    if layout.devices > cluster.slots:
+        product = f"replicas={layout.replicas} x pp={layout.pp} x {layout.stage_ranks} ranks a stage"
+        nodes = f"{len(cluster.nodes)} node{'' if len(cluster.nodes) == 1 else 's'}"
+        yield (
+            _largest_axis(layout),
+            f"{layout} needs {layout.devices} devices ({product}), but the cluster has {cluster.slots} slots on {nodes}",
+        )
+
+
+def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
+    """A tp group never spans nodes, so slots left over on several nodes do not add up to one more group."""
+    largest = cluster.largest_node
+    groups, room = layout.devices // layout.tp, cluster.tp_groups(layout.tp)
+    if largest is None or layout.tp > largest.slots:
+        most = f"the largest, {largest.name}, has {largest.slots} slots" if largest else "the cluster has none"
+        yield "tp", f"tp={layout.tp} does not fit inside one node: {most}"
+    elif groups > room and layout.devices <= cluster.slots:
+        yield (
+            "tp",
+            f"{layout} makes {groups} tp groups of {layout.tp} ranks, but only {room} fit: "
+            f"a group never spans nodes, and the nodes have {suggestions.sizes(node.slots for node in cluster.nodes)} slots",
+        )
+
+
+def _largest_axis(layout: Layout) -> str:
+    """The axis to blame for too many devices."""
+    return max(("replicas", "pp", "tp"), key=lambda axis: int(getattr(layout, axis)))
+
+
+MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
+    only_built_fields,
+    a_query_head_per_rank,
+    a_column_per_rank,
+    a_vocabulary_row_per_rank,
+    a_layer_per_stage,
+    stage_layers_add_up,
+)
+CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

@@ -1,0 +1,80 @@
+"""What would work instead: the legal layouts nearest to one that is not.
+
+Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with as many of the
+asked replicas as fit. One is suggested only after it passed every rule, so it can never be refused when it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from placement.hardware import ClusterSpec
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+
+
+def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
+    """Layouts no larger than what was asked for that the model and the cluster have room for."""
+    most_tp = min(model.num_heads, model.intermediate_size, model.vocab_size, asked.devices)
+    if cluster is not None:
+        most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
+    found: list[Layout] = []
+    for tp in range(1, most_tp + 1):
+        groups = asked.devices // tp
+        if cluster is not None:
+            groups = min(groups, cluster.tp_groups(tp))
+        for pp in range(1, min(model.num_layers, groups) + 1):
+            replicas = min(asked.replicas, groups // pp)
+            found += _with_splits(Layout(replicas=replicas, pp=pp, tp=tp), asked, model)
+    return found
+
+
+def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
+    """At most two: one that changes as little as it can, and one that uses the most of the devices asked for."""
+    changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
+    uses_most = sorted(among, key=lambda other: (asked.devices - other.devices, _distance(asked, other)))
+    best = (next(filter(is_legal, ranked), None) for ranked in (changes_least, uses_most))
+    return list(dict.fromkeys(layout for layout in best if layout is not None))
+
+
+def sizes(numbers: Iterable[int]) -> str:
+    """Numbers as text, runs drawn together: ``1-6, 8``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _with_splits(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+    """The candidate, and where the user gave a split of layers: with that split, mended if need be."""
+    yield candidate
+    if asked.stage_layers is not None and len(asked.stage_layers) == candidate.pp:
+        mended = _mended(asked.stage_layers, model.num_layers)
+        yield candidate.model_copy(update={"stage_layers": mended})
+
+
+def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """The split, with layers taken from its longest stages or given to its shortest until it adds up to `total`."""
+    stages = [min(layers, total) for layers in split]
+    while sum(stages) > total:
+        stages[stages.index(max(stages))] -= 1
+    while sum(stages) < total:
+        stages[stages.index(min(stages))] += 1
+    return tuple(stages)
+
+
+def _changes(asked: Layout, other: Layout, field: str) -> int:
+    """Fields that differ, not counting the one at fault."""
+    return sum(getattr(asked, name) != getattr(other, name) for name in Layout.model_fields if name != field)
+
+
+def _distance(asked: Layout, other: Layout) -> tuple[int, int, int, int]:
+    return (
+        abs(asked.tp - other.tp),
+        abs(asked.pp - other.pp),
+        abs(asked.replicas - other.replicas),
+        (asked.stage_layers is None) != (other.stage_layers is None),
+    )
