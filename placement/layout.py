@@ -149,10 +149,10 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...] | No
     return read_list
 
 
-_SIZE: tuple[Callable[[str], Any], str] = (_whole_number, "a whole number of at least 1")
+_SIZE: tuple[Callable[[str], Any], str] = (_whole_number, "a whole number from 1 to 999999999")
 _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sp": ({"true": True, "false": False}.get, "true or false"),
-    "redundant_experts": (_whole_number, "a whole number of at least 0"),
+    "redundant_experts": (_whole_number, "a whole number from 0 to 999999999"),
     "stage_layers": (_list_of(_whole_number), "whole numbers of at least 1, one per stage, as in 16/14"),
     "tp_shares": (_list_of(_number), "numbers above 0, one per tp rank, as in 2/1.5"),
     "cp_style": ({style: style for style in ("ring", "allgather")}.get, "ring or allgather"),
@@ -162,8 +162,8 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def _unknown(name: str, fields: list[str]) -> str:
     nearest = get_close_matches(name.lower().replace("-", "_"), fields, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"there is no field {name!r}; {hint}The fields are {', '.join(fields)}"
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+    return f"there is no field {name!r}{hint}: the fields are {', '.join(fields)}"
 
 
 def _text(value: object) -> str:

@@ -50,7 +50,7 @@ def only_built_fields(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
     for name, field in Layout.model_fields.items():
         value = getattr(layout, name)
         if name not in BUILT and value != field.default:
-            yield name, f"{name}={value}: {name} is not built yet"
+            yield name, f"{Layout(**{name: value})}: {name} is not built yet"
 
 
 def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:

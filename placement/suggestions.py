@@ -15,12 +15,14 @@ from placement.model_spec import ModelSpec
 
 def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
-    most_tp = min(model.num_heads, model.intermediate_size, model.vocab_size, asked.devices)
+    stages = max(asked.pp, len(asked.stage_layers or ()))
+    devices = asked.replicas * stages * asked.stage_ranks
+    most_tp = min(model.num_heads, model.intermediate_size, model.vocab_size, devices)
     if cluster is not None:
         most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
     found: list[Layout] = []
     for tp in range(1, most_tp + 1):
-        groups = asked.devices // tp
+        groups = devices // tp
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
         for pp in range(1, min(model.num_layers, groups) + 1):

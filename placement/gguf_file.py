@@ -1,0 +1,165 @@
+"""The header of a GGUF file: its key-value fields and its tensor directory, without the data.
+
+``gguf.GGUFReader`` reads the same, but makes arrays of every entry of every array: 4 s for the 49,152 tokens and merges of
+SmolLM2. Here arrays of more than `_LONGEST` entries (the tokeniser) are stepped over, and only their length is kept.
+
+    "GGUF" | version u32 | num_tensors u64 | num_fields u64
+    fields:  name | type u32 | value          (array: type u32 | count u64 | entries)
+    tensors: name | num_dims u32 | dims u64 * num_dims | type u32 | offset u64
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from gguf import GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
+
+from placement.model_spec import ModelError
+
+_VERSIONS = (2, 3)
+_LONGEST = 1024
+_MOST_TEXT = 1 << 24
+_MOST_DIMS = 8
+
+_FORMATS = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+
+
+@dataclass(frozen=True)
+class LongArray:
+    """An array that was stepped over."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One entry of the directory. `shape` is in GGUF order, fastest first: ``[inputs, outputs]`` of a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    offset: int
+    """Bytes from the start of the data."""
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Fields and tensors of a file. `data_start` is the byte at which the tensor data begins."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    data_start: int
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file starts like a GGUF file."""
+    with path.open("rb") as file:
+        return file.read(4) == struct.pack("<I", GGUF_MAGIC)
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """The header of a GGUF file. Raises `ModelError` on a truncated or broken one."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        reader = _Reader(file, size)
+        try:
+            return reader.header()
+        except (EOFError, ValueError, struct.error) as error:
+            where = f"byte {file.tell()} of {size}, in {reader.reading}"
+            raise ModelError(f"{path} is not a whole GGUF file: {error} ({where})") from None
+
+
+class _Reader:
+    """Walks through a header. `reading` says what is being read, for errors."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self._size = size
+        self.reading = "its first bytes"
+
+    def header(self) -> GGUFHeader:
+        self._take(4)
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is not one of {_VERSIONS} (or the file is big-endian)")
+        num_tensors, num_fields = self._number("<Q"), self._number("<Q")
+        fields = dict(self._field() for _ in range(num_fields))
+        self.reading = "the tensor directory"
+        tensors = [self._tensor() for _ in range(num_tensors)]
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        data_start = -(-self._file.tell() // alignment) * alignment
+        return GGUFHeader(fields, {tensor.name: tensor for tensor in tensors}, data_start)
+
+    def _field(self) -> tuple[str, Any]:
+        name = self._text()
+        self.reading = f"field {name}"
+        return name, self._value(GGUFValueType(self._number("<I")))
+
+    def _value(self, kind: GGUFValueType) -> Any:
+        if kind is GGUFValueType.STRING:
+            return self._text()
+        if kind is GGUFValueType.ARRAY:
+            return self._array()
+        value = self._number(_FORMATS[kind])
+        # The shortest decimal that is this float32: 1e-05, as config.json says, and not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
+
+    def _array(self) -> list[Any] | LongArray:
+        kind, length = GGUFValueType(self._number("<I")), self._number("<Q")
+        if kind is GGUFValueType.ARRAY:
+            raise ValueError("arrays of arrays are not known")
+        if length <= _LONGEST:
+            return [self._value(kind) for _ in range(length)]
+        if kind is GGUFValueType.STRING:
+            for _ in range(length):
+                self._skip(self._number("<Q"))
+        else:
+            self._skip(length * struct.calcsize(_FORMATS[kind]))
+        return LongArray(length)
+
+    def _tensor(self) -> TensorInfo:
+        name = self._text()
+        self.reading = f"the directory entry of tensor {name}"
+        num_dims = self._number("<I")
+        if num_dims > _MOST_DIMS:
+            raise ValueError(f"{num_dims} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(num_dims))
+        return TensorInfo(name, shape, GGMLQuantizationType(self._number("<I")), self._number("<Q"))
+
+    def _text(self) -> str:
+        length = self._number("<Q")
+        if length > _MOST_TEXT:
+            raise ValueError(f"a text of {length} bytes")
+        return self._take(length).decode("utf-8", errors="replace")
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _take(self, length: int) -> bytes:
+        data = self._file.read(length)
+        if len(data) < length:
+            raise EOFError(f"it ends {length - len(data)} bytes too early")
+        return data
+
+    def _skip(self, length: int) -> None:
+        if self._file.tell() + length > self._size:
+            raise EOFError("it ends too early")
+        self._file.seek(length, 1)
