@@ -206,9 +206,13 @@ def _whole(name: str, source: str, size: int) -> Parameter:
 
 
 def _deal_to_level(blocks: int, block: int, already: list[int], each: int) -> list[range]:
-    """Deal blocks one by one to the hand that holds least (`already` plus `each` per row), lowest rank on a tie."""
-    held, hands = list(already), [0] * len(already)
-    for _ in range(blocks):
+    """Deal blocks one by one to the hand that holds least (`already` plus `each` per row), lowest rank on a tie.
+
+    Every hand gets one first: no rank is without a column, however much attention it has.
+    """
+    hands = [block] * len(already)
+    held = [weight + block * each for weight in already]
+    for _ in range(blocks - len(hands)):
         poorest = held.index(min(held))
         hands[poorest] += block
         held[poorest] += block * each

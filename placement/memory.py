@@ -1,0 +1,116 @@
+"""What each rank holds in memory: weights, and the KV cache that fits beside them.
+
+All ranks use one block table, so all have the same number of blocks: the smallest number that fits on any of them.
+
+    budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
+
+The budget is what is left for these two: the caller has taken activations and the run-time's own memory off it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.hardware import ClusterSpec
+from placement.layout import Layout, LayoutError
+from placement.mesh import coords
+from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
+from placement.shards import Shard, parameters, shard, weight_elements
+
+BLOCK_TOKENS = 16
+"""Tokens of one KV block."""
+
+
+class MemoryBudgetError(LayoutError):
+    """A model whose weights, or whose KV cache for one sequence, do not fit into the memory of a rank."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a replica needs. A window does not shrink `kv_bytes_per_token`: every layer keeps every block."""
+
+    world_rank: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers of the rank together."""
+        return BLOCK_TOKENS * self.kv_bytes_per_token
+
+    def blocks_in(self, budget_bytes: int) -> int:
+        """KV blocks that fit beside the weights; negative if not even the weights fit."""
+        return (budget_bytes - self.weight_bytes) // self.block_bytes
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Parameters of the whole model: tied embeddings once, padding not at all."""
+    single = Layout()
+    pieces = (piece for parameter in parameters(spec, shard(spec, single, coords(single, 0))) for piece in parameter.pieces)
+    return sum(len(piece.take) * _others(piece.source_shape, piece.dim) for piece in pieces)
+
+
+def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
+    """Bytes of a rank's weights, padding rows included. `dtype`: what they are kept in, the model's own unless given."""
+    return weight_elements(spec, own) * DTYPE_BYTES[dtype or spec.dtype]
+
+
+def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
+    """Bytes of K and V one token takes on a rank, all its layers together (KV heads held by several ranks count on each)."""
+    return 2 * len(own.layers) * len(own.kv_heads) * spec.head_dim * DTYPE_BYTES[dtype or spec.dtype]
+
+
+def rank_memories(
+    spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
+) -> list[RankMemory]:
+    """The needs of every rank of one replica, by world rank. `kv_dtype` is `dtype` unless given."""
+    owns = (shard(spec, layout, coords(layout, rank)) for rank in range(layout.world))
+    return [
+        RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype))
+        for rank, own in enumerate(owns)
+    ]
+
+
+def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], max_length: int) -> int:
+    """KV blocks every rank has room for.
+
+    `budget_bytes` is that of every rank, or one per rank. Raises `MemoryBudgetError` unless one sequence of
+    `max_length` tokens fits: with less, a request of legal length could never finish.
+    """
+    budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
+    needed = -(-max_length // BLOCK_TOKENS)
+    room = [(rank.blocks_in(budget), rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
+    blocks, tightest, budget = min(room, key=lambda entry: entry[0])
+    if blocks < needed:
+        raise MemoryBudgetError(_shortage(tightest, budget, blocks, needed, max_length))
+    return blocks
+
+
+def slot_bytes(cluster: ClusterSpec) -> int | None:
+    """Memory a rank can count on wherever it is placed: the smallest share of a slot of any node. None: not known."""
+    known = [node.memory_bytes // node.slots for node in cluster.nodes if node.slots and node.memory_bytes is not None]
+    return min(known, default=None)
+
+
+def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_length: int) -> str:
+    where = f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache"
+    if blocks < 0:
+        least = rank.weight_bytes + needed * rank.block_bytes
+        return (
+            f"{where}, but its weights take {rank.weight_bytes:,}: give it {least:,} (one sequence of {max_length:,} tokens "
+            "included), or split the model over more ranks (a larger tp or pp)"
+        )
+    return (
+        f"{where}; beside {rank.weight_bytes:,} of weights {blocks:,} KV blocks of {rank.block_bytes:,} fit, but one sequence of "
+        f"{max_length:,} tokens takes {needed:,}: allow at most {blocks * BLOCK_TOKENS:,} tokens, give it "
+        f"{rank.weight_bytes + needed * rank.block_bytes:,} bytes, or split the model over more ranks (a larger tp or pp)"
+    )
+
+
+def _others(shape: tuple[int, ...], dim: int) -> int:
+    """Elements per index of `dim`."""
+    product = 1
+    for other, size in enumerate(shape):
+        product *= 1 if other == dim else size
+    return product
