@@ -79,6 +79,7 @@ class TokenLogprob(Message):
 
     token: int
     logprob: float
+    rank: int | None = None
     top: list[tuple[int, float]] = Field(default_factory=list)
 
 
@@ -140,6 +141,8 @@ class Sampled(Message):
     sequence_id: int
     token: int
     logprob: TokenLogprob | None = None
+    error: str | None = None
+    """Why no token could be sampled (logits not finite). `token` means nothing then, and the request ends with this."""
 
 
 class PromptLogprobs(Message):

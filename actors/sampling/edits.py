@@ -1,0 +1,43 @@
+"""Changes to a row's logits that come before temperature: logit bias, penalties, and the min_tokens mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actors.sampling.rows import SampleRow
+
+
+def edit(logits: Tensor, row: SampleRow, own: range) -> None:
+    """Change, in place, the logits [own] of one row. Ids outside `own` are another rank's business.
+
+    In this order: bias; repetition penalty over prompt and output (positive logits divided, others multiplied, once
+    per distinct token: Keskar et al., "CTRL", 2019, section 4.1, with the sign rule of transformers); presence and
+    frequency penalties over the output; stop tokens masked until `min_tokens` are out.
+    """
+    params = row.sampling
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias.items(), strict=True)
+        columns, held = _columns(ids, own, logits.device)
+        logits[columns] += torch.tensor(biases, dtype=torch.float32, device=logits.device)[held]
+    if params.repetition_penalty != 1.0:
+        _repetition(logits, _columns(row.tokens, own, logits.device)[0], params.repetition_penalty)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        output = _columns(row.tokens[row.prompt_length :], own, logits.device)[0]
+        counts = torch.bincount(output, minlength=logits.shape[0])
+        logits -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+    if params.stop_token_ids and row.num_output < params.min_tokens:
+        logits[_columns(params.stop_token_ids, own, logits.device)[0]] = -torch.inf
+
+
+def _repetition(logits: Tensor, columns: Tensor, penalty: float) -> None:
+    """A column that comes twice is read before any is written, and written the same value twice."""
+    seen = logits[columns]
+    logits[columns] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _columns(ids: object, own: range, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Columns of those `ids` that are in `own`, and which of the ids they are (a mask)."""
+    columns = torch.tensor(ids, dtype=torch.int64, device=device) - own.start
+    held = (columns >= 0) & (columns < len(own))
+    return columns[held], held

@@ -1,0 +1,123 @@
+"""The three ways to choose a token when the logits lie in slices on several ranks, each exact and each one exchange.
+
+    Race        greedy, and temperature with min-p at most    every rank sends its best (score, id)     8 bytes a row
+    Shortlist   top-k, with or without top-p and min-p        every rank sends its own top k            8 k bytes a row
+    Whole       top-p alone, which needs the whole mass       every rank sends its logits               4 V/n bytes a row
+
+Which rows are of which kind follows from their parameters alone, so all ranks issue the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.noise import gumbel_of
+from actors.sampling.filters import best, draw, draw_from_all, min_p_floor
+from actors.sampling.rows import SampleRow, is_greedy
+from actors.sampling.shard import VocabShard
+
+_SHORTLISTS = (64, 1024)
+"""Rows whose top_k is no more than these share a shortlist; larger ones share another, so that none pays for all."""
+
+
+class Kind(Protocol):
+    """Rows chosen alike: `index` are their places in the step."""
+
+    index: list[int]
+
+    def send(self, logits: Tensor) -> list[Tensor]:
+        """What the peers need to know of this rank's logits [rows, width]: the rows of `index`, in that order."""
+
+    def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Chosen ids [rows], and a number that is finite where the choice is sound; from every rank's `send`."""
+
+
+class Race:
+    """Each rank's best score races the others'. The score is the logit, or the scaled logit plus noise."""
+
+    def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int], greedy: bool) -> None:
+        self._shard, self._rows, self.index, self._greedy = shard, rows, index, greedy
+
+    def send(self, logits: Tensor) -> list[Tensor]:
+        """[rows] best scores and their ids; the lowest id of equal ones."""
+        scores, columns = (logits if self._greedy else self._noisy(logits)).max(dim=-1)
+        return [scores, self._shard.ids[columns]]
+
+    def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        scores, ranks = gathered[0].max(dim=0)
+        return gathered[1].gather(0, ranks.unsqueeze(0)).squeeze(0), scores
+
+    def _noisy(self, logits: Tensor) -> Tensor:
+        params = [row.sampling for row in self._rows]
+        scores = logits / logits.new_tensor([one.temperature for one in params]).unsqueeze(1)
+        floor = self._floor(scores)
+        noisy = scores + gumbel_of([one.seed for one in params], [row.position for row in self._rows], self._shard.ids)
+        return noisy if floor is None else noisy.masked_fill_(scores < floor, -torch.inf)
+
+    def _floor(self, scores: Tensor) -> Tensor | None:
+        """Lowest score that passes min-p: it hangs on the best of all ranks, an exchange only such rows ask for."""
+        min_p = [row.sampling.min_p for row in self._rows]
+        if not any(min_p):
+            return None
+        peaks = self._shard.gather([scores.max(dim=-1).values])[0]
+        return min_p_floor(peaks.max(dim=0).values.unsqueeze(1), min_p)
+
+
+class Shortlist:
+    """The best k of all are among each rank's best k."""
+
+    def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int]) -> None:
+        self._shard, self._rows, self.index = shard, rows, index
+        self._count = max(row.sampling.top_k for row in rows)
+
+    def send(self, logits: Tensor) -> list[Tensor]:
+        """[rows, k] logits and ids of this rank's best."""
+        return list(best(logits, self._shard.ids, self._count))
+
+    def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        logits, ids = (part.transpose(0, 1).flatten(1) for part in gathered)
+        candidates = best(logits, ids, self._count)
+        at = draw(candidates, self._rows)
+        return candidates.ids.gather(1, at.unsqueeze(1)).squeeze(1), candidates.logits[:, 0]
+
+
+class Whole:
+    """Every rank gets these rows' logits whole, and finds the same token."""
+
+    def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int]) -> None:
+        self._shard, self._rows, self.index = shard, rows, index
+
+    def send(self, logits: Tensor) -> list[Tensor]:
+        """[rows, width] logits."""
+        return [logits]
+
+    def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return draw_from_all(self._shard.join(gathered[0]), self._rows)
+
+
+def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
+    """The rows of a step, sorted by how they are chosen. The order of kinds is the same on all ranks."""
+    sorted_rows: dict[str | int, list[int]] = {}
+    for at, row in enumerate(rows):
+        sorted_rows.setdefault(_kind(row, shard.vocab_size), []).append(at)
+    for kind, index in sorted_rows.items():
+        members = [rows[at] for at in index]
+        if kind in ("greedy", "noisy"):
+            yield Race(shard, members, index, greedy=kind == "greedy")
+        elif kind == "whole":
+            yield Whole(shard, members, index)
+        else:
+            yield Shortlist(shard, members, index)
+
+
+def _kind(row: SampleRow, vocab_size: int) -> str | int:
+    params = row.sampling
+    if is_greedy(params):
+        return "greedy"
+    if 0 < params.top_k < vocab_size:
+        return next((size for size in _SHORTLISTS if params.top_k <= size), vocab_size)
+    return "whole" if params.top_p < 1.0 else "noisy"

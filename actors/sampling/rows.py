@@ -1,0 +1,60 @@
+"""What the sampler is asked for one sequence, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.messages import SamplingParams, TokenLogprob
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would overflow fp32 before it changed the choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One sequence whose next token is wanted. `tokens` is its prompt and output so far, and is only read."""
+
+    sampling: SamplingParams
+    tokens: Sequence[int]
+    prompt_length: int
+
+    @property
+    def position(self) -> int:
+        """Place in the sequence of the token being sampled: the counter of its noise."""
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The token sampled for one row.
+
+    `error` is set where no token could be chosen (NaN or infinite logits, everything masked). The token is then 0, an
+    ordinary id that must not be emitted: the request ends with the error, and the other rows of the step are sound.
+    """
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the likeliest token is wanted, whatever the seed."""
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def is_edited(row: SampleRow) -> bool:
+    """Whether the row's logits are changed before temperature and filters."""
+    params = row.sampling
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or (params.stop_token_ids and row.num_output < params.min_tokens)
+    )

@@ -1,0 +1,78 @@
+"""Log-probabilities of given tokens, of the likeliest ones, and a token's rank, from slices of raw logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actors.messages import TokenLogprob
+from actors.sampling.filters import best
+from actors.sampling.shard import VocabShard
+
+FLOOR = -9999.0
+"""Log-probability reported for an impossible token (and for NaN): JSON has no infinities."""
+
+_ROWS_AT_ONCE = 4
+"""Rows turned to fp64 at a time, so that the copies stay in the cache."""
+
+
+def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Scores of `targets`, one a row of this rank's logits [rows, width], with `num_top` alternatives each.
+
+    Two exchanges: the targets' logits, which only their owners hold; then, all in one, what the sum over the
+    vocabulary, the targets' ranks and the alternatives need.
+    """
+    device = logits.device
+    wanted = torch.tensor(targets, dtype=torch.int32, device=device).unsqueeze(1)
+    of_target = shard.gather([_own_targets(shard, logits, wanted)])[0].amax(dim=0)
+
+    peak = logits.amax(dim=-1)
+    better = (logits > of_target) | ((logits == of_target) & (shard.ids < wanted))
+    sent = [peak, _mass(logits, peak), better.sum(dim=-1)]
+    most = min(max(num_top), shard.vocab_size)
+    peaks, masses, betters, *top = shard.gather([*sent, *best(logits, shard.ids, most)] if most else sent)
+
+    total = _log_sum(peaks, masses)
+    of_targets = _finite(of_target.squeeze(1) - total).tolist()
+    ranks = (betters.sum(dim=0) + 1).tolist()
+    tops = _alternatives(top, most, total) if most else [[] for _ in targets]
+    return [
+        TokenLogprob(token=token, logprob=logprob, rank=rank, top=alternatives[: min(count, most)])
+        for token, logprob, rank, alternatives, count in zip(targets, of_targets, ranks, tops, num_top, strict=True)
+    ]
+
+
+def _own_targets(shard: VocabShard, logits: Tensor, wanted: Tensor) -> Tensor:
+    """[rows, 1] logits of the targets this rank owns, -inf for the others."""
+    columns = wanted.to(torch.int64) - shard.own.start
+    owned = (columns >= 0) & (columns < len(shard.own))
+    return logits.gather(1, columns.clamp(0, shard.width - 1)).masked_fill(~owned, -torch.inf)
+
+
+def _mass(logits: Tensor, peak: Tensor) -> Tensor:
+    """[rows] fp64 sum of exp(logit - peak): so precise that the split over ranks does not show in fp32."""
+    base = torch.where(peak > -torch.inf, peak, 0.0).unsqueeze(1)
+    parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(base, _ROWS_AT_ONCE), strict=True)
+    return torch.cat([(part.double() - low).exp_().sum(dim=-1) for part, low in parts])
+
+
+def _log_sum(peaks: Tensor, masses: Tensor) -> Tensor:
+    """[rows] fp64 log of the sum of exponentials, from every rank's [ranks, rows]."""
+    highest = peaks.amax(dim=0).double()
+    shares = (peaks - highest).exp()
+    return highest + (masses * shares).sum(dim=0).log()
+
+
+def _alternatives(top: list[Tensor], most: int, total: Tensor) -> list[list[tuple[int, float]]]:
+    """The likeliest `most` tokens of each row, by (-logprob, id)."""
+    logits, ids = (part.transpose(0, 1).flatten(1) for part in top)
+    found = best(logits, ids, most)
+    logprobs = _finite(found.logits - total.unsqueeze(1))
+    return [list(zip(row, values, strict=True)) for row, values in zip(found.ids.tolist(), logprobs.tolist(), strict=True)]
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    """As fp32 in [FLOOR, 0]."""
+    return logprobs.float().nan_to_num(nan=FLOOR, neginf=FLOOR).clamp(FLOOR, 0.0)
