@@ -1,0 +1,56 @@
+"""How one engine is set up: sizes of the cache, of a step and of the queue."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class EngineConfig(BaseModel):
+    """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_blocks: Positive
+    max_model_len: Positive
+    """Tokens of a sequence at most, prompt and generated together."""
+    block_size: Positive = 16
+    """Tokens of one KV block."""
+    max_batch_tokens: Positive = 2048
+    """Tokens run in one step at most."""
+    max_sequences: Positive = 64
+    """Sequences running at once."""
+    max_chunk_tokens: Positive = 1024
+    """Prompt tokens of one sequence in one step at most."""
+    prefix_cache: bool = True
+    max_waiting_requests: Positive = 512
+    max_waiting_tokens: Positive = 1 << 20
+    """Prompt tokens in the queue. A prompt larger than this is still taken when nothing else waits."""
+    overdue_after_s: Seconds = 30.0
+    """A request queued this long goes ahead of everything that arrived after it, whatever its priority or tenant."""
+    step_timeout_s: Seconds = 60.0
+    """A step that takes longer means that the ranks are lost."""
+    vocab_size: Positive | None = None
+    """Where given, prompts with other token ids are refused before they reach a rank."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can ever hold: ``min(max_model_len, num_blocks * block_size)``."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    @model_validator(mode="after")
+    def _every_running_sequence_fits_a_step(self) -> Self:
+        if self.max_sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"max_sequences={self.max_sequences} exceeds max_batch_tokens={self.max_batch_tokens}: a step must have room "
+                f"for one token of every running sequence; use max_batch_tokens >= {self.max_sequences}"
+            )
+        return self

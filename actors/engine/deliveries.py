@@ -1,0 +1,56 @@
+"""Who hears about a request: each accepted request gets its events in order and exactly one final one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from actors.messages import TokenEvent
+
+Deliver = Callable[[TokenEvent], None]
+"""Called from the engine's thread, one call at a time; must be quick and may raise (which ends that request only)."""
+
+logger = logging.getLogger(__name__)
+
+
+class Deliveries:
+    """The callbacks of live requests. Events of a request that is not live any more are dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        """Held while calling, so that no event of a request can follow its last one."""
+        self._callbacks: dict[str, Deliver] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._callbacks
+
+    def open(self, request_id: str, deliver: Deliver) -> None:
+        """Without the lock: a caller holds its own here, and a callback may take that one while this one is held."""
+        self._callbacks[request_id] = deliver
+
+    def deliver(self, event: TokenEvent) -> bool:
+        """Hand over an event. False where the receiver raised: it is struck off and its request should be cancelled."""
+        with self._lock:
+            callback = self._callbacks.get(event.request_id)
+            if callback is None:
+                return True
+            if event.finish is not None:
+                del self._callbacks[event.request_id]
+            return self._call(callback, event)
+
+    def fail_all(self, reason: str) -> None:
+        """End every live request with an ``error`` event."""
+        with self._lock:
+            while self._callbacks:
+                request_id, callback = self._callbacks.popitem()
+                self._call(callback, TokenEvent(request_id=request_id, finish="error", error=reason))
+
+    def _call(self, callback: Deliver, event: TokenEvent) -> bool:
+        try:
+            callback(event)
+        except Exception:
+            logger.exception("the receiver of request %s raised; the request is dropped", event.request_id)
+            self._callbacks.pop(event.request_id, None)
+            return False
+        return True

@@ -1,0 +1,59 @@
+"""A step while it is being put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.engine.sequence import Sequence
+from actors.messages import Row, SequenceStart, StepPlan
+
+
+@dataclass(slots=True)
+class Draft:
+    """Rows so far, and what is left of the token budget."""
+
+    step: int
+    budget: int
+    started: list[SequenceStart] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    """The sequence of each row."""
+    has_preempted: bool = False
+
+    def start(self, sequence: Sequence, sequence_id: int) -> None:
+        """Tell the ranks of a sequence, whole, under a new name."""
+        sampling = sequence.request.sampling
+        if sampling.prompt_logprobs is not None and not sequence.scores_prompt:
+            sampling = sampling.model_copy(update={"prompt_logprobs": None})
+        sequence.sequence_id = sequence_id
+        sequence.num_told = len(sequence.tokens)
+        self.started.append(
+            SequenceStart(
+                sequence_id=sequence_id,
+                tokens=list(sequence.tokens),
+                prompt_length=sequence.prompt_length,
+                sampling=sampling,
+            )
+        )
+
+    def run(self, sequence: Sequence, count: int) -> None:
+        """Run the next `count` tokens; the last of them is followed by a sample, unless only the prompt is scored."""
+        assert 0 < count <= min(self.budget, sequence.todo), f"{count} tokens, budget {self.budget}, todo {sequence.todo}"
+        self.rows.append(
+            Row(
+                sequence_id=sequence.sequence_id,
+                start=sequence.num_planned,
+                count=count,
+                append=sequence.tokens[sequence.num_told :],
+                new_blocks=sequence.blocks[sequence.num_blocks_told :],
+                sample=count == sequence.todo and sequence.request.max_tokens > 0,
+            )
+        )
+        self.sequences.append(sequence)
+        self.budget -= count
+        sequence.num_planned += count
+        sequence.num_told = len(sequence.tokens)
+        sequence.num_blocks_told = len(sequence.blocks)
+
+    def plan(self, ended: list[int]) -> StepPlan:
+        return StepPlan(step=self.step, ended=ended, started=self.started, rows=self.rows)

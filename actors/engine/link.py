@@ -1,0 +1,35 @@
+"""The seam between the engine and its ranks: plans out, results back.
+
+The engine's thread is the only user of its end; a rank's step loop is the only user of the rank's end.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.messages import StepPlan, StepResult
+
+
+class LinkError(RuntimeError):
+    """The other side is lost, or sent what cannot be read."""
+
+
+class LinkTimeout(LinkError):
+    """Nothing arrived in time. The link is as good as before."""
+
+
+class LinkClosed(LinkError):
+    """The other side said goodbye."""
+
+
+class RankLink(Protocol):
+    """The engine's end."""
+
+    def send(self, plan: StepPlan) -> None:
+        """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""
+
+    def receive(self, timeout_s: float) -> StepResult:
+        """The next result. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are lost."""
+
+    def close(self) -> None:
+        """Say goodbye to the ranks and release the socket. Calling twice is harmless."""

@@ -1,0 +1,213 @@
+"""The engine's thread, for one set of ranks: intake → schedule → send → receive → update → deliver.
+
+    submit, cancel (any thread) ──→ inbox ──┐
+                                            ↓ between steps
+                            ┌──→ intake → reap → schedule ─→ link ─→ ranks
+                            └──── deliver ← update ←──────── link ←───┘
+
+A loop ends once and for all: by `stop` (closed, or the ranks are gone) or by its own failure. New ranks get a new loop, since
+their KV cache is empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from actors.engine.config import EngineConfig
+from actors.engine.deliveries import Deliver, Deliveries
+from actors.engine.link import LinkError, LinkTimeout, RankLink
+from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, check_request
+from actors.engine.scheduler import Scheduler
+from actors.engine.sequence import Sequence
+from actors.engine.stats import EngineStats
+from actors.messages import GenerateRequest, StepPlan, StepResult, TokenEvent
+
+_GLANCE_S = 0.1
+"""How often a loop that waits for its ranks looks whether it was stopped."""
+_RECENT_STEPS = 256
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimeout(LinkError):
+    """A step that took longer than `step_timeout_s`."""
+
+
+class StepLoop:
+    """Runs requests over one link until it is stopped or fails."""
+
+    def __init__(self, config: EngineConfig, link: RankLink, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.ended: str | None = None
+        """Why this loop takes no more requests."""
+        self._link = link
+        self._clock = clock
+        self._scheduler = Scheduler(config)
+        self._deliveries = Deliveries()
+        self._changed = threading.Condition()
+        """Guards the inbox, the cancellations, `ended` and the step times."""
+        self._inbox: list[Sequence] = []
+        self._inbox_tokens = 0
+        self._cancelled: list[str] = []
+        self._order = itertools.count()
+        self._busy_since: float | None = None
+        self._last_step_at: float | None = None
+        self._step_seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._thread = threading.Thread(target=self._run, name="shardwright-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
+        """Accept a request, or raise a `RequestRefused`. Events may come before this returns."""
+        check_request(request, self.config)
+        sequence = Sequence.of(request, self.config.block_size, self._clock(), next(self._order))
+        with self._changed:
+            if self.ended is not None:
+                raise EngineDown(self.ended)
+            if request.request_id in self._deliveries:
+                raise DuplicateRequest(request.request_id)
+            self._check_room(len(request.prompt))
+            self._deliveries.open(request.request_id, deliver)
+            self._inbox.append(sequence)
+            self._inbox_tokens += len(request.prompt)
+            self._changed.notify()
+
+    def _check_room(self, tokens: int) -> None:
+        requests, queued = self._waiting()
+        if requests >= self.config.max_waiting_requests:
+            raise EngineBusy("requests", requests, self.config.max_waiting_requests)
+        if requests and queued + tokens > self.config.max_waiting_tokens:
+            raise EngineBusy("prompt tokens", queued, self.config.max_waiting_tokens)
+
+    def _waiting(self) -> tuple[int, int]:
+        """Requests and tokens accepted and not running."""
+        queue = self._scheduler.waiting
+        return len(self._inbox) + queue.num_requests, self._inbox_tokens + queue.num_tokens
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with ``abort`` before the next step. Harmless for one that has ended or never was."""
+        with self._changed:
+            if self.ended is None:
+                self._cancelled.append(request_id)
+                self._changed.notify()
+
+    def stop(self, reason: str) -> None:
+        """Take no more, and end every request with an ``error`` event before this returns."""
+        with self._changed:
+            if self.ended is None:
+                self.ended = reason
+            self._changed.notify()
+        self._deliveries.fail_all(reason)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; whether it did."""
+        if self._thread.ident is None:
+            self._link.close()  # never started, so nobody else will
+        elif self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def healthy(self, now: float) -> str | None:
+        """None, or why this loop cannot be trusted with requests."""
+        with self._changed:
+            if self.ended is not None:
+                return self.ended
+            if self._busy_since is not None and now - self._busy_since > self.config.step_timeout_s:
+                return f"a step has not ended for {now - self._busy_since:.1f} s (limit {self.config.step_timeout_s:g} s)"
+        return None if self._thread.is_alive() else "the engine's thread is not running"
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            scheduler, counts = self._scheduler, self._scheduler.counts
+            waiting, waiting_tokens = self._waiting()
+            return EngineStats(
+                running=len(scheduler.running),
+                waiting=waiting,
+                waiting_tokens=waiting_tokens,
+                total_blocks=scheduler.pool.num_blocks,
+                free_blocks=scheduler.pool.num_blank,
+                cached_blocks=scheduler.pool.num_cached,
+                steps=counts.steps,
+                tokens_run=counts.tokens_run,
+                tokens_sampled=counts.tokens_sampled,
+                cache_hit_tokens=counts.cache_hit_tokens,
+                preemptions=counts.preemptions,
+                aborts=counts.aborts,
+                finished=counts.finished,
+                last_step_at=self._last_step_at,
+                busy_since=self._busy_since,
+                step_seconds=self._step_seconds,
+                recent_step_s=tuple(self._recent),
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._intake():
+                self._deliver(self._scheduler.reap(self._clock()))
+                plan = self._scheduler.schedule(self._clock())
+                if plan is not None:
+                    self._step(plan)
+                else:
+                    assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
+        except LinkError as error:
+            logger.error("the ranks are lost: %s", error)
+            self.stop(f"the ranks are lost: {error}")
+        except Exception as error:
+            logger.exception("the engine failed")
+            self.stop(f"the engine failed: {error!r}")
+        finally:
+            self._link.close()
+
+    def _intake(self) -> bool:
+        """Take what came in, waiting while there is nothing to do. False once the loop is to end."""
+        with self._changed:
+            while not (self._inbox or self._cancelled or self._scheduler.num_live or self.ended):
+                self._busy_since = None
+                self._changed.wait()
+            self._busy_since = self._clock()
+            if self.ended is not None:
+                return False
+            for sequence in self._inbox:
+                self._scheduler.add(sequence)
+            self._inbox.clear()
+            self._inbox_tokens = 0
+            cancelled, self._cancelled = self._cancelled, []
+        self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
+        return True
+
+    def _step(self, plan: StepPlan) -> None:
+        sent_at = self._clock()
+        self._link.send(plan)
+        result = self._receive(plan, sent_at)
+        if result is None:
+            return
+        events = self._scheduler.update(result, self._clock())
+        with self._changed:
+            self._last_step_at = self._clock()
+            self._step_seconds += self._last_step_at - sent_at
+            self._recent.append(self._last_step_at - sent_at)
+        self._deliver(events)
+
+    def _receive(self, plan: StepPlan, sent_at: float) -> StepResult | None:
+        """The result of `plan`; None where the loop was stopped meanwhile."""
+        while self.ended is None:
+            remaining_s = sent_at + self.config.step_timeout_s - self._clock()
+            if remaining_s <= 0:
+                raise StepTimeout(f"step {plan.step} ({len(plan.rows)} rows) took over {self.config.step_timeout_s:g} s")
+            try:
+                return self._link.receive(min(_GLANCE_S, remaining_s))
+            except LinkTimeout:
+                continue
+        return None
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if not self._deliveries.deliver(event):
+                self._scheduler.cancel(event.request_id)

@@ -1,0 +1,42 @@
+"""Names for KV blocks by what they hold: a chain of SHA-256 over token ids.
+
+    root = H(salt)      h0 = H(root, tokens[0:16])      h1 = H(h0, tokens[16:32])      ...
+
+Equal names mean equal tokens from position 0 on and an equal salt. The hash is cryptographic because a tenant who
+could forge a collision would read another tenant's cache; it is over canonical bytes because names must agree
+between processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+BlockHash = bytes
+
+
+def root_hash(salt: str) -> BlockHash:
+    """The parent of a first block; sequences with unlike salts share nothing."""
+    return hashlib.sha256(b"shardwright/prefix/1\0" + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+    """The name of the block that follows `parent` and holds `tokens` (as little-endian 64-bit integers)."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}q", *tokens)).digest()
+
+
+class PrefixChain:
+    """The hashes of a growing sequence's full blocks, each computed once."""
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        self.hashes: list[BlockHash] = []
+        self._root = root_hash(salt)
+        self._block_size = block_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Cover every full block of `tokens`, of which the blocks covered before are a prefix."""
+        size = self._block_size
+        for start in range(len(self.hashes) * size, len(tokens) - size + 1, size):
+            parent = self.hashes[-1] if self.hashes else self._root
+            self.hashes.append(block_hash(parent, tokens[start : start + size]))

@@ -1,0 +1,93 @@
+"""Why a request is not taken: typed, at once, before anything of it has run."""
+
+from __future__ import annotations
+
+from actors.engine.config import EngineConfig
+from actors.messages import GenerateRequest
+
+_LARGEST_TOKEN = 2**31
+
+
+class RequestRefused(Exception):
+    """A request that was not accepted; no event follows. `code` is stable, ``str()`` is for people."""
+
+    code = "refused"
+
+
+class InvalidRequest(RequestRefused):
+    """A field has a value that no engine could serve."""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(f"{field}={value!r}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+
+class PromptTooLong(RequestRefused):
+    """The prompt could not fit even if it ran alone."""
+
+    code = "prompt_too_long"
+
+    def __init__(self, prompt_tokens: int, longest: int, max_model_len: int, cache_tokens: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens; at most {longest} fit "
+            f"(model length {max_model_len}, KV cache {cache_tokens} tokens, less the tokens to generate)"
+        )
+        self.prompt_tokens, self.longest = prompt_tokens, longest
+        self.max_model_len, self.cache_tokens = max_model_len, cache_tokens
+
+
+class EngineBusy(RequestRefused):
+    """The queue is full. Trying again later can succeed."""
+
+    code = "engine_busy"
+
+    def __init__(self, what: str, waiting: int, limit: int) -> None:
+        super().__init__(f"{waiting} {what} are waiting already; the limit is {limit}")
+        self.what, self.waiting, self.limit = what, waiting, limit
+
+
+class DuplicateRequest(RequestRefused):
+    """A request with this id is being served."""
+
+    code = "duplicate_request"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id={request_id!r} is being served already; every request needs its own id")
+        self.request_id = request_id
+
+
+class EngineDown(RequestRefused):
+    """The engine is not serving: not started, closed, or its ranks are lost."""
+
+    code = "engine_down"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine is down: {reason}")
+        self.reason = reason
+
+
+def check_request(request: GenerateRequest, config: EngineConfig) -> None:
+    """Raise `InvalidRequest` or `PromptTooLong` for a request that can never be served.
+
+    A prompt fits if it and one generated token (none where ``max_tokens=0``) fit both the model length and the whole cache.
+    """
+    if not request.prompt:
+        raise InvalidRequest("prompt", [], "must hold at least one token")
+    if request.max_tokens < 0:
+        raise InvalidRequest("max_tokens", request.max_tokens, "must be 0 or more")
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise InvalidRequest("timeout_s", request.timeout_s, "must be above 0")
+    _check_tokens("prompt", request.prompt, config)
+    _check_tokens("logit_bias", list(request.sampling.logit_bias), config)
+    longest = config.capacity - min(1, request.max_tokens)
+    if len(request.prompt) > longest:
+        raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.num_blocks * config.block_size)
+
+
+def _check_tokens(field: str, tokens: list[int], config: EngineConfig) -> None:
+    limit = config.vocab_size or _LARGEST_TOKEN
+    if tokens and not (min(tokens) >= 0 and max(tokens) < limit):
+        wrong = next(token for token in tokens if not 0 <= token < limit)
+        raise InvalidRequest(field, wrong, f"token ids are 0 to {limit - 1}")

@@ -1,0 +1,115 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from actors.engine.prefix import PrefixChain
+from actors.messages import FinishReason, GenerateRequest, TokenLogprob
+
+NOT_ON_RANKS = -1
+"""The sequence id of a sequence the ranks do not know."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens of a request and how far they are.
+
+    Planned and computed are kept apart: a plan moves `num_planned`, its result moves `num_computed`::
+
+        tokens   [ p p p p p p p p p g g ]
+        computed  ───────────→|
+        planned   ───────────────────→|      in flight: between the two;  todo: what lies behind
+    """
+
+    request: GenerateRequest
+    arrival_s: float
+    order: int
+    """Unique and rising with arrival; decides every tie."""
+    tokens: list[int]
+    chain: PrefixChain
+    prompt_logprobs: list[TokenLogprob | None]
+    state: State = State.WAITING
+    sequence_id: int = NOT_ON_RANKS
+    """The ranks' name for it; a new one after every preemption."""
+    num_planned: int = 0
+    num_computed: int = 0
+    num_told: int = 0
+    """Tokens the ranks know."""
+    blocks: list[int] = field(default_factory=list)
+    num_blocks_told: int = 0
+    num_registered: int = 0
+    """Blocks offered to the prefix cache."""
+    cached_tokens: int | None = None
+    """Tokens found in the prefix cache when first admitted."""
+    preemptions: int = 0
+    overdue: bool = False
+    has_spoken: bool = False
+    """An event with the prompt's logprobs is out."""
+
+    @classmethod
+    def of(cls, request: GenerateRequest, block_size: int, arrival_s: float, order: int) -> Sequence:
+        """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread."""
+        chain = PrefixChain(request.cache_salt, block_size)
+        chain.extend(request.prompt)
+        gathered: list[TokenLogprob | None] = (
+            [None] * len(request.prompt) if request.sampling.prompt_logprobs is not None else []
+        )
+        return cls(request, arrival_s, order, list(request.prompt), chain, gathered)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def todo(self) -> int:
+        """Tokens that no plan has run yet: 1 while decoding, 0 while waiting for a token to be sampled."""
+        return len(self.tokens) - self.num_planned
+
+    @property
+    def deadline_s(self) -> float:
+        timeout = self.request.timeout_s
+        return math.inf if timeout is None else self.arrival_s + timeout
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt logprobs are asked for and not all here: every prompt token must be run, cached or not."""
+        return not self.has_spoken and None in self.prompt_logprobs[1:]
+
+    @property
+    def is_empty_work(self) -> bool:
+        """Nothing to sample and nothing to score."""
+        return self.request.max_tokens == 0 and not self.scores_prompt
+
+    @property
+    def urgency(self) -> tuple[bool, int, int]:
+        """Smaller runs first and is preempted last. Fixed while the sequence runs."""
+        return (not self.overdue, 0 if self.overdue else self.request.priority, self.order)
+
+    def finish_after(self, token: int, capacity: int) -> FinishReason | None:
+        """Whether `token`, which is the last of `tokens`, ends the sequence."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids and self.num_generated > sampling.min_tokens:
+            return "stop"
+        if self.num_generated >= self.request.max_tokens or len(self.tokens) >= capacity:
+            return "length"
+        return None
+
+    def forget_ranks(self) -> None:
+        """Forget all that the ranks hold of it; the tokens stay."""
+        self.sequence_id = NOT_ON_RANKS
+        self.num_planned = self.num_computed = self.num_told = 0
+        self.blocks = []
+        self.num_blocks_told = self.num_registered = 0
