@@ -1,0 +1,44 @@
+"""The attention seam: what a decoder asks of a kernel, and which kernel a device gets.
+
+A backend plans once a step (`prepare`) and runs once a layer (`attend`). Queries are aligned to the end of their
+sequence: a query at position p sees positions ``[max(0, p - window + 1), p]``, whatever the chunking.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actors.model.batch import Batch
+from actors.model.kv_cache import KVCache
+
+
+class AttentionBackend(Protocol):
+    """A kernel family behind one interface. Stateless: everything about a step is in its metadata."""
+
+    name: str
+
+    def prepare(self, batch: Batch, cache: KVCache) -> Any:
+        """The plan of a step, shared by all its layers; only this backend reads it."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: Any, window: int | None, scale: float
+    ) -> Tensor:
+        """Write `k` and `v` [tokens, kv_heads, head_dim] to the cache, then attend from `q` [tokens, q_heads, head_dim].
+
+        Returns [tokens, q_heads, head_dim]. `window` as in `ModelSpec.windows`; `scale` multiplies the scores.
+        """
+
+
+def choose(device: torch.device | str, dtype: torch.dtype, block_size: int = 16) -> AttentionBackend:
+    """The fastest backend present for this device, dtype and page size (tokens per block)."""
+    if torch.device(device).type == "cuda":
+        from actors.model.attention_cuda import choose_cuda
+
+        return choose_cuda(dtype, block_size)
+    from actors.model.attention_cpu import CpuAttention
+
+    backend: AttentionBackend = CpuAttention()
+    return backend

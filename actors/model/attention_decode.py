@@ -1,0 +1,121 @@
+"""Decode rows (one query each) on CPU: batched into buckets of like length, one kernel call a bucket.
+
+A bucket is padded to its longest row, so its rows must be of like length. Rows are taken longest first; a row joins the
+bucket while padding it wastes at most a quarter of the longest row, or no more than 64 tokens (what another kernel call
+would cost). A long row whose blocks are consecutive is read in place instead: one more call is cheaper than a copy::
+
+    blocks      [ 90 88 70 | 40 38 | 3 2 1 1 ]        gathered together, padding masked out with -inf
+    alone       [ 64 consecutive blocks ]             a view of the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.model.attention_flash import flash
+from actors.model.attention_pages import Gather, Source, consecutive, source
+from actors.model.batch import Batch
+from actors.model.kv_cache import KVCache
+
+_WASTE = 0.25
+_FREE_TOKENS = 64
+_ALONE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Rows of one kernel call. `mask` is [rows, 1, 1, keys] fp32: -inf where a row's keys are padding or out of window."""
+
+    rows: slice | Tensor
+    keys: Source
+    mask: Tensor | None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float) -> Tensor:
+        """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
+        keys, values = self.keys.read(cache, layer)
+        rows, heads, dim = q.shape
+        # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
+        grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
+        return flash(grouped, keys, values, scale, mask=self.mask).reshape(rows, heads, dim)
+
+
+@dataclass(frozen=True)
+class _Row:
+    token: int
+    blocks: list[int]
+    first: int
+    """First visible token, counted from the start of `blocks`."""
+    stop: int
+    """One past the last visible token, counted likewise."""
+
+
+def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
+    """Buckets that together hold every sequence with one query token."""
+    alone: list[_Row] = []
+    together: list[_Row] = []
+    for row in _rows(batch, cache.block_size, window):
+        in_place = row.stop >= _ALONE_TOKENS and consecutive(row.blocks)
+        (alone if in_place else together).append(row)
+    together.sort(key=lambda row: -len(row.blocks))
+    buckets = [[row] for row in alone] + _bucket(together, cache.block_size)
+    return [_merge_rows(bucket, cache) for bucket in buckets]
+
+
+def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[_Row]:
+    token = 0
+    for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+        if queries == 1:
+            stop = context + 1
+            first = 0 if window is None else max(0, stop - window)
+            skipped = first // block_size
+            blocks = table[skipped : -(-stop // block_size)]
+            yield _Row(token, blocks, first - skipped * block_size, stop - skipped * block_size)
+        token += queries
+
+
+def _bucket(rows: list[_Row], block_size: int) -> list[list[_Row]]:
+    """Group rows, longest first, by the waste rule above."""
+    buckets: list[list[_Row]] = []
+    for row in rows:
+        longest = len(buckets[-1][0].blocks) if buckets else 0
+        padding = longest - len(row.blocks)
+        if buckets and (padding <= _WASTE * longest or padding * block_size <= _FREE_TOKENS):
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return buckets
+
+
+def _merge_rows(bucket: list[_Row], cache: KVCache) -> DecodeBucket:
+    bucket.sort(key=lambda row: row.token)
+    if len(bucket) == 1:
+        row = bucket[0]
+        return DecodeBucket(slice(row.token, row.token + 1), source(cache, row.blocks, row.first, row.stop), None)
+    longest = max(len(row.blocks) for row in bucket)
+    # Short rows repeat their own last block: a neighbour's NaN must not reach them through a weight of 0.
+    tables = torch.tensor([row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket], device=cache.device)
+    keys = longest * cache.block_size
+    return DecodeBucket(
+        _token_rows([row.token for row in bucket], cache.device),
+        Gather(cache.page_rows(tables), len(bucket), 0, keys),
+        _mask(bucket, keys, cache.device),
+    )
+
+
+def _mask(bucket: list[_Row], keys: int, device: torch.device) -> Tensor:
+    at = torch.arange(keys, device=device)
+    first = torch.tensor([[row.first] for row in bucket], device=device)
+    stop = torch.tensor([[row.stop] for row in bucket], device=device)
+    visible = (at >= first) & (at < stop)
+    return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[:, None, None]
+
+
+def _token_rows(tokens: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where the tokens are consecutive (a view, no copy), else their indices."""
+    if consecutive(tokens):
+        return slice(tokens[0], tokens[-1] + 1)
+    return torch.tensor(tokens, device=device)

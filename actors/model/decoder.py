@@ -1,0 +1,174 @@
+"""One pipeline stage of one tp rank, composed from the model's spec and this rank's rows of the shard table.
+
+    first stage                                                    last stage
+    token ids -> embed -> [layer]*  -> hidden -> ... -> [layer]* -> norm -> head -> logits of my vocabulary rows
+
+    layer:  hidden + attn(input_norm(hidden)),  then  hidden + mlp(post_norm(hidden))
+
+A stage is what it is by construction: `forward` does not ask where it runs. Parameters are exactly those of
+`placement.shards.parameters`, uninitialised; a loader fills them in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.model.attention import AttentionBackend
+from actors.model.batch import Batch
+from actors.model.group import Group
+from actors.model.kv_cache import KVCache
+from actors.model.layers import ColumnParallel, GatedMLP, RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead
+from actors.model.rope import Rope, Rotation
+from placement.model_spec import ModelSpec
+from placement.shards import Shard, parameters
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer of a step shares."""
+
+    rotate: Rotation
+    plan: Any
+    cache: KVCache
+
+
+class Decoder(nn.Module):
+    """The layers ``own.layers`` of a model, on one rank of `tp`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Shard,
+        tp: Group,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        build = _Builder(spec, own, tp, attention, dtype, device)
+        self.embed = build.embedding() if own.first_stage else ReceivedHidden()
+        self.layers = nn.ModuleDict({str(layer): build.layer(layer) for layer in own.layers})
+        self.norm = build.norm("norm") if own.last_stage else nn.Identity()
+        self.head = build.head(self.embed) if own.last_stage else NoHead(own)
+        self._rope = Rope(spec.rope, spec.head_dim, device)
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCache) -> Tensor:
+        """[tokens, hidden] after this stage's layers; `hidden` is what the previous stage returned (None on the first).
+
+        Writes the step's keys and values to `cache`.
+        """
+        step = Step(self._rope.at(batch.positions), self._attention.prepare(batch, cache), cache)
+        hidden = self.embed(batch.token_ids, hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden, step)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """[rows, own vocabulary] fp32 from rows of the last stage's `forward`; padding ids get -inf."""
+        return self.head(self.norm(rows))  # type: ignore[no-any-return]
+
+
+class ReceivedHidden(nn.Module):
+    """Stands where the first stage has its embedding: the hidden states come from the previous stage."""
+
+    def forward(self, token_ids: Tensor, received: Tensor) -> Tensor:
+        return received
+
+
+class NoHead(nn.Module):
+    """Stands where the last stage has its head."""
+
+    def __init__(self, own: Shard) -> None:
+        super().__init__()
+        self._own = own
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise RuntimeError(f"logits were asked of the stage with layers {self._own.layers}: only the last stage has the head")
+
+
+class Layer(nn.Module):
+    """One transformer layer with norms before its two halves."""
+
+    def __init__(self, input_norm: RMSNorm, attn: nn.Module, post_norm: RMSNorm, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_norm, self.attn, self.post_norm, self.mlp = input_norm, attn, post_norm, mlp
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        hidden = hidden + self.attn(self.input_norm(hidden), step)
+        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention over this rank's heads, with rotary positions and a paged cache."""
+
+    def __init__(self, spec: ModelSpec, own: Shard, layer: int, backend: AttentionBackend, parts: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.qkv, self.q_norm, self.k_norm, self.o = (parts[name] for name in ("qkv", "q_norm", "k_norm", "o"))
+        self._heads = [len(own.q_heads), len(own.kv_heads), len(own.kv_heads)]
+        self._head_dim, self._scale = spec.head_dim, spec.head_dim**-0.5
+        self._layer, self._window, self._backend = layer, spec.windows[layer], backend
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        q, k, v = self.qkv(x).view(x.shape[0], sum(self._heads), self._head_dim).split(self._heads, 1)
+        q, k = step.rotate(self.q_norm(q)), step.rotate(self.k_norm(k))
+        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale)
+        return self.o(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class _Builder:
+    """Makes modules around the rows of the shard table; a row that is not there is a bias or norm the model has not."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Shard,
+        tp: Group,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._spec, self._own, self._tp, self._attention = spec, own, tp, attention
+        self._table = {
+            row.name: nn.Parameter(torch.empty(row.shape, dtype=dtype, device=device), requires_grad=False)
+            for row in parameters(spec, own)
+        }
+
+    def embedding(self) -> VocabularyEmbedding:
+        return VocabularyEmbedding(self._table["embed.weight"], self._own.vocab, self._tp)
+
+    def head(self, embed: nn.Module) -> VocabularyHead:
+        """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
+        weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
+        return VocabularyHead(weight, self._own.vocab, self._spec.vocab_size)
+
+    def layer(self, index: int) -> Layer:
+        at = f"layers.{index}"
+        parts = {
+            "qkv": self.column(f"{at}.attn.qkv"),
+            "q_norm": self.optional_norm(f"{at}.attn.q_norm"),
+            "k_norm": self.optional_norm(f"{at}.attn.k_norm"),
+            "o": self.row(f"{at}.attn.o"),
+        }
+        attn = GroupedAttention(self._spec, self._own, index, self._attention, parts)
+        mlp = GatedMLP(self.column(f"{at}.mlp.gate_up"), self.row(f"{at}.mlp.down"))
+        return Layer(self.norm(f"{at}.input_norm"), attn, self.norm(f"{at}.post_norm"), mlp)
+
+    def column(self, name: str) -> ColumnParallel:
+        return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
+
+    def row(self, name: str) -> RowParallel:
+        return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"), self._tp)
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._table[f"{name}.weight"], self._spec.norm_eps)
+
+    def optional_norm(self, name: str) -> nn.Module:
+        return self.norm(name) if f"{name}.weight" in self._table else nn.Identity()

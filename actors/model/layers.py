@@ -1,0 +1,111 @@
+"""The layers of a dense transformer on one rank's slice of the weights.
+
+A layer is handed its parameters and the one group it talks to, and knows nothing else of the world. Column-parallel
+layers split their outputs and say nothing; row-parallel ones split their inputs and sum over the group::
+
+        x ──→ column parallel ──→ [my columns] ──→ row parallel ──→ partial sum ──all_reduce──→ + bias ──→ y
+    (whole)     (my rows of W)                     (my columns of W)                            (once)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actors.model.group import Group
+
+_ROW_MULTIPLE = 4
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; a row's result does not depend on how many rows ride along (fp32 on CPU, one thread).
+
+    The CPU kernel treats the last one to three rows differently, which would make a request's bits depend on its
+    neighbours; so rows are padded to a multiple of four there.
+    """
+    rows = x.shape[0]
+    if x.dtype is torch.float32 and rows % _ROW_MULTIPLE and x.device.type == "cpu":
+        return F.linear(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weight, bias)[:rows]
+    return F.linear(x, weight, bias)
+
+
+class ColumnParallel(nn.Module):
+    """Holds some output rows of a matrix: ``[tokens, inputs] -> [tokens, own outputs]``."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RowParallel(nn.Module):
+    """Holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the group.
+
+    The bias is added once, after the sum: every rank holds it whole.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group) -> None:
+        super().__init__()
+        self.weight, self.bias, self._group = weight, bias, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self._group.all_reduce(linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), computed in fp32, returned in x's dtype."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self._eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): ``down(silu(gate(x)) * up(x))``, gate and up in one matrix."""
+
+    def __init__(self, gate_up: ColumnParallel, down: RowParallel) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up))  # type: ignore[no-any-return]
+
+
+class VocabularyEmbedding(nn.Module):
+    """Holds the embedding rows of the token ids in `vocab`: ``[tokens] -> [tokens, hidden]``, summed over the group."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range, group: Group) -> None:
+        super().__init__()
+        self.weight, self._vocab, self._group = weight, vocab, group
+
+    def forward(self, token_ids: Tensor, received: Tensor | None = None) -> Tensor:
+        """`received` is what an earlier stage would have sent; the first stage has none."""
+        own = token_ids - self._vocab.start
+        elsewhere = (own < 0) | (own >= len(self._vocab))
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+
+class VocabularyHead(nn.Module):
+    """Holds the output rows of the token ids in `vocab`: ``[rows, hidden] -> [rows, len(vocab)]`` fp32 logits.
+
+    Ids past `vocab_size` are padding and get -inf, so that no sampler can choose them.
+    """
+
+    def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self._real = min(max(vocab_size - vocab.start, 0), len(vocab))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = linear(hidden, self.weight).to(torch.float32)
+        logits[:, self._real :] = -torch.inf
+        return logits

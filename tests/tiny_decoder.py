@@ -1,0 +1,162 @@
+"""Runs a decoder of any dense layout over given sequences, in any schedule of steps, and returns every token's logits.
+
+The tp ranks are threads. Each runs its stages one after the other, so a stage's output is handed on without a wire.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.model.attention import AttentionBackend
+from actors.model.attention_cpu import CpuAttention
+from actors.model.batch import Batch
+from actors.model.decoder import Decoder
+from actors.model.group import Group
+from actors.model.groups.solo import SoloGroup
+from actors.model.groups.thread import run_ranks, thread_groups
+from actors.model.kv_cache import KVCache
+from placement.layout import Layout
+from placement.mesh import Coords
+from placement.model_spec import ModelSpec
+from placement.shards import Shard, parameters, shard
+from tests.tiny_models import TinyModel
+
+Part = tuple[int, int, int]
+"""(sequence, start, count): run the tokens ``[start, start + count)`` of a sequence."""
+Schedule = list[list[Part]]
+
+
+def whole(sequences: list[list[int]]) -> Schedule:
+    """Everything in one step."""
+    return [[(index, 0, len(tokens)) for index, tokens in enumerate(sequences)]]
+
+
+def chunked(sequences: list[list[int]], size: int, decode: int = 0) -> Schedule:
+    """Sequence after sequence in chunks of `size`, the last `decode` tokens one by one and all sequences together."""
+    prompts = [len(tokens) - decode for tokens in sequences]
+    prefill = [
+        [(index, start, min(size, prompt - start))] for index, prompt in enumerate(prompts) for start in range(0, prompt, size)
+    ]
+    return prefill + [[(index, prompt + step, 1) for index, prompt in enumerate(prompts)] for step in range(decode)]
+
+
+def mixed(sequences: list[list[int]], seed: int = 0) -> Schedule:
+    """Every step runs a random chunk (often a single token) of a random choice of sequences."""
+    rng = random.Random(seed)
+    done = [0] * len(sequences)
+    schedule: Schedule = []
+    while any(at < len(tokens) for at, tokens in zip(done, sequences, strict=True)):
+        step = []
+        for index, tokens in enumerate(sequences):
+            count = min(rng.choice([0, 1, 1, 1, 2, 5, 11]), len(tokens) - done[index])
+            if count:
+                step.append((index, done[index], count))
+                done[index] += count
+        schedule.append(step)
+    return schedule
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How the block tables are laid out."""
+
+    block_size: int = 4
+    consecutive: bool = False
+
+    def tables(self, sequences: list[list[int]]) -> list[list[int]]:
+        """Block tables that hold every sequence; block 0 belongs to nobody."""
+        needs = [-(-len(tokens) // self.block_size) for tokens in sequences]
+        blocks = list(range(1, sum(needs) + 1))
+        if not self.consecutive:
+            random.Random(7).shuffle(blocks)
+        return [[blocks.pop(0) for _ in range(need)] for need in needs]
+
+
+SHUFFLED = Pages()
+
+
+def run(
+    model: TinyModel,
+    layout: Layout,
+    sequences: list[list[int]],
+    schedule: Schedule,
+    pages: Pages = SHUFFLED,
+    make_attention: Callable[[], AttentionBackend] = CpuAttention,
+) -> list[Tensor]:
+    """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp)."""
+    groups = [SoloGroup("tp")] if layout.tp == 1 else thread_groups(layout.tp, "tp")
+
+    def rank(group: Group) -> list[Tensor]:
+        stages = [stage(model, layout, Coords(pp, 0, 0, group.rank), group, make_attention()) for pp in range(layout.pp)]
+        return _run_rank(model.spec, stages, sequences, schedule, pages)
+
+    locals_ = [rank(groups[0])] if layout.tp == 1 else run_ranks(groups, rank)
+    joined = [torch.cat(parts, -1) for parts in zip(*locals_, strict=True)]
+    assert all(torch.isneginf(logits[:, model.spec.vocab_size :]).all() for logits in joined)
+    return [logits[:, : model.spec.vocab_size] for logits in joined]
+
+
+def stage(model: TinyModel, layout: Layout, at: Coords, group: Group, attention: AttentionBackend) -> tuple[Shard, Decoder]:
+    """One rank's decoder, filled from the model's weights through the shard table."""
+    own = shard(model.spec, layout, at)
+    decoder = Decoder(model.spec, own, group, attention, torch.float32)
+    fill(decoder, model, own)
+    return own, decoder
+
+
+def fill(decoder: Decoder, model: TinyModel, own: Shard) -> None:
+    """Copy every piece of every parameter; raises on a piece that does not fit."""
+    targets, state = dict(decoder.named_parameters()), model.state
+    for parameter in parameters(model.spec, own):
+        target = targets[parameter.name].zero_()
+        for piece in parameter.pieces:
+            source = state[piece.source]
+            assert tuple(source.shape) == piece.source_shape
+            part = source.narrow(piece.dim, piece.take.start, len(piece.take))
+            target.narrow(piece.dim, piece.at, len(piece.take)).copy_(part)
+
+
+def batch_of(parts: list[Part], sequences: list[list[int]], tables: list[list[int]], block_size: int) -> Batch:
+    """The batch of one step; logits are wanted of every token."""
+    places = [(index, position) for index, start, count in parts for position in range(start, start + count)]
+    return Batch(
+        token_ids=torch.tensor([sequences[index][position] for index, position in places], dtype=torch.int64),
+        positions=torch.tensor([position for _, position in places], dtype=torch.int64),
+        slots=torch.tensor(
+            [tables[index][position // block_size] * block_size + position % block_size for index, position in places],
+            dtype=torch.int64,
+        ),
+        query_lens=[count for _, _, count in parts],
+        context_lens=[start for _, start, _ in parts],
+        block_tables=[tables[index][: -(-(start + count) // block_size)] for index, start, count in parts],
+        output_rows=torch.arange(len(places)),
+    )
+
+
+def _run_rank(
+    spec: ModelSpec, stages: list[tuple[Shard, Decoder]], sequences: list[list[int]], schedule: Schedule, pages: Pages
+) -> list[Tensor]:
+    tables = pages.tables(sequences)
+    blocks = 1 + sum(len(table) for table in tables)
+    caches = [
+        KVCache(own.layers, len(own.kv_heads), blocks, pages.block_size, spec.head_dim, torch.float32) for own, _ in stages
+    ]
+    collected: list[list[Tensor]] = [[] for _ in sequences]
+    for parts in schedule:
+        batch = batch_of(parts, sequences, tables, pages.block_size)
+        hidden = None
+        for (_, decoder), cache in zip(stages, caches, strict=True):
+            hidden = decoder(batch, hidden, cache)
+        logits = stages[-1][1].logits(hidden[batch.output_rows])
+        for (index, _, _), rows in zip(parts, _split(logits, parts), strict=True):
+            collected[index].append(rows)
+    return [torch.cat(rows) for rows in collected]
+
+
+def _split(logits: Tensor, parts: list[Part]) -> Iterator[Tensor]:
+    return iter(logits.split([count for _, _, count in parts]))

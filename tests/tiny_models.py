@@ -1,0 +1,122 @@
+"""Tiny random models of every supported family, made by transformers, which is also the oracle for what they compute.
+
+Weights are drawn wide enough that attention, biases and norms all matter to the logits; everything is fp32.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from placement import checkpoint_header
+from placement.model_spec import ModelSpec
+
+_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama"},
+    "llama3": {"model_type": "llama", "rope_parameters": ROPES["llama3"]},
+    "llama_biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 8, "head_dim": 12},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "qwen2_alternating": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+}
+"""What each variant adds to the common sizes."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model saved in `folder`, its spec, and the transformers model itself."""
+
+    folder: Path
+    spec: ModelSpec
+    reference: PreTrainedModel
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Weights by their Hugging Face names."""
+        return self.reference.state_dict()
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[len(tokens), vocab] fp32, as transformers computes them in one go."""
+        with torch.inference_mode():
+            return self.reference(torch.tensor([tokens])).logits[0]
+
+
+def tiny(family: str, *, tied: bool = False, bias: float = 0.3, rope: str | None = None, **sizes: Any) -> TinyModel:
+    """The tiny model of a variant in `FAMILIES`, made once a session.
+
+    `bias` is the scale of every bias; `rope` a key of `ROPES`; `sizes` override fields of the transformers config
+    (hashable values only).
+    """
+    return _made(family, tied, bias, rope, tuple(sorted(sizes.items())))
+
+
+@cache
+def _made(family: str, tied: bool, bias: float, rope: str | None, sizes: tuple[tuple[str, Any], ...]) -> TinyModel:
+    fields = {**_SIZES, **FAMILIES[family], "tie_word_embeddings": tied, **dict(sizes)}
+    if rope is not None:
+        fields["rope_parameters"] = ROPES[rope]
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    _draw_weights(model, bias)
+    folder = Path(_session_folder()) / f"model{_made.cache_info().currsize}"
+    model.save_pretrained(folder)
+    return TinyModel(folder, checkpoint_header.read(folder), model)
+
+
+def _draw_weights(model: PreTrainedModel, bias: float) -> None:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_().mul_(bias)
+            elif weight.dim() == 1:
+                weight.normal_().mul_(0.2).add_(1)
+            else:
+                weight.normal_().mul_(weight.shape[1] ** -0.5)
+
+
+@cache
+def _session_folder() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="tiny-models-")
+    atexit.register(folder.cleanup)
+    return folder.name
