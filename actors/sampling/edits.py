@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,10 @@ def edit(logits: Tensor, row: SampleRow, own: range) -> None:
     if params.repetition_penalty != 1.0:
         _repetition(logits, _columns(row.tokens, own, logits.device)[0], params.repetition_penalty)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-        output = _columns(row.tokens[row.prompt_length :], own, logits.device)[0]
-        counts = torch.bincount(output, minlength=logits.shape[0])
-        logits -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        ids, repeats = zip(*Counter(row.tokens[row.prompt_length :]).items(), strict=True) if row.num_output else ((), ())
+        columns, held = _columns(ids, own, logits.device)
+        counts = torch.tensor(repeats, dtype=torch.float32, device=logits.device)
+        logits[columns] -= params.presence_penalty + params.frequency_penalty * counts[held]
     if params.stop_token_ids and row.num_output < params.min_tokens:
         logits[_columns(params.stop_token_ids, own, logits.device)[0]] = -torch.inf
 

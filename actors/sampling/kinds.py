@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from actors.noise import gumbel_of
-from actors.sampling.filters import best, draw, draw_from_all, min_p_floor
+from actors.sampling.best import Candidates, best
+from actors.sampling.blocks import blocks
+from actors.sampling.filters import draw, draw_from_all, min_p_floor, temperatures
 from actors.sampling.rows import SampleRow, is_greedy
 from actors.sampling.shard import VocabShard
 
@@ -44,27 +46,37 @@ class Race:
 
     def send(self, logits: Tensor) -> list[Tensor]:
         """[rows] best scores and their ids; the lowest id of equal ones."""
-        scores, columns = (logits if self._greedy else self._noisy(logits)).max(dim=-1)
+        scores, columns = logits.max(dim=-1) if self._greedy else self._draw(logits)
         return [scores, self._shard.ids[columns]]
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
         scores, ranks = gathered[0].max(dim=0)
         return gathered[1].gather(0, ranks.unsqueeze(0)).squeeze(0), scores
 
-    def _noisy(self, logits: Tensor) -> Tensor:
-        params = [row.sampling for row in self._rows]
-        scores = logits / logits.new_tensor([one.temperature for one in params]).unsqueeze(1)
-        floor = self._floor(scores)
-        noisy = scores + gumbel_of([one.seed for one in params], [row.position for row in self._rows], self._shard.ids)
-        return noisy if floor is None else noisy.masked_fill_(scores < floor, -torch.inf)
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows] largest noisy scores and their columns."""
+        heat, floor = temperatures(self._rows, logits.device), self._floor(logits)
+        found = [
+            self._draw_block(logits[b] / heat[b], self._rows[b], None if floor is None else floor[b]) for b in blocks(logits)
+        ]
+        scores, columns = zip(*found, strict=True)
+        return torch.cat(scores), torch.cat(columns)
 
-    def _floor(self, scores: Tensor) -> Tensor | None:
-        """Lowest score that passes min-p: it hangs on the best of all ranks, an exchange only such rows ask for."""
+    def _draw_block(self, scaled: Tensor, rows: list[SampleRow], floor: Tensor | None) -> tuple[Tensor, Tensor]:
+        noise = gumbel_of([row.sampling.seed for row in rows], [row.position for row in rows], self._shard.ids)
+        noisy = noise.add_(scaled)
+        if floor is not None:
+            noisy.masked_fill_(scaled < floor, -torch.inf)
+        scores, columns = noisy.max(dim=-1)
+        return scores, columns
+
+    def _floor(self, logits: Tensor) -> Tensor | None:
+        """Lowest scaled logit that passes min-p: it hangs on the best of all ranks, an exchange only such rows ask for."""
         min_p = [row.sampling.min_p for row in self._rows]
         if not any(min_p):
             return None
-        peaks = self._shard.gather([scores.max(dim=-1).values])[0]
-        return min_p_floor(peaks.max(dim=0).values.unsqueeze(1), min_p)
+        peaks = self._shard.gather([logits.amax(dim=-1, keepdim=True)])[0].amax(dim=0)
+        return min_p_floor(peaks / temperatures(self._rows, logits.device), min_p)
 
 
 class Shortlist:
@@ -80,9 +92,8 @@ class Shortlist:
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
         logits, ids = (part.transpose(0, 1).flatten(1) for part in gathered)
-        candidates = best(logits, ids, self._count)
-        at = draw(candidates, self._rows)
-        return candidates.ids.gather(1, at.unsqueeze(1)).squeeze(1), candidates.logits[:, 0]
+        candidates = Candidates(logits, ids) if len(gathered[0]) == 1 else best(logits, ids, self._count)
+        return draw(candidates, self._rows), candidates.logits[:, 0]
 
 
 class Whole:

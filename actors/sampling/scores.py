@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from actors.messages import TokenLogprob
-from actors.sampling.filters import best
+from actors.sampling.best import best
+from actors.sampling.blocks import blocks
 from actors.sampling.shard import VocabShard
 
 FLOOR = -9999.0
 """Log-probability reported for an impossible token (and for NaN): JSON has no infinities."""
-
-_ROWS_AT_ONCE = 4
-"""Rows turned to fp64 at a time, so that the copies stay in the cache."""
 
 
 def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
@@ -28,11 +26,10 @@ def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Se
     wanted = torch.tensor(targets, dtype=torch.int32, device=device).unsqueeze(1)
     of_target = shard.gather([_own_targets(shard, logits, wanted)])[0].amax(dim=0)
 
-    peak = logits.amax(dim=-1)
-    better = (logits > of_target) | ((logits == of_target) & (shard.ids < wanted))
-    sent = [peak, _mass(logits, peak), better.sum(dim=-1)]
     most = min(max(num_top), shard.vocab_size)
-    peaks, masses, betters, *top = shard.gather([*sent, *best(logits, shard.ids, most)] if most else sent)
+    parts = [_local(logits[block], shard.ids, of_target[block], wanted[block], most) for block in blocks(logits)]
+    sent = [torch.cat(one) for one in zip(*parts, strict=True)]
+    peaks, masses, betters, *top = shard.gather(sent)
 
     total = _log_sum(peaks, masses)
     of_targets = _finite(of_target.squeeze(1) - total).tolist()
@@ -51,11 +48,16 @@ def _own_targets(shard: VocabShard, logits: Tensor, wanted: Tensor) -> Tensor:
     return logits.gather(1, columns.clamp(0, shard.width - 1)).masked_fill(~owned, -torch.inf)
 
 
-def _mass(logits: Tensor, peak: Tensor) -> Tensor:
-    """[rows] fp64 sum of exp(logit - peak): so precise that the split over ranks does not show in fp32."""
-    base = torch.where(peak > -torch.inf, peak, 0.0).unsqueeze(1)
-    parts = zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(base, _ROWS_AT_ONCE), strict=True)
-    return torch.cat([(part.double() - low).exp_().sum(dim=-1) for part, low in parts])
+def _local(logits: Tensor, ids: Tensor, of_target: Tensor, wanted: Tensor, most: int) -> list[Tensor]:
+    """What a rank knows of some rows: best logit, fp64 sum of exp(logit - best), tokens ahead of the target, best tokens.
+
+    The sum is in fp64 so that the way the vocabulary is split does not show in fp32.
+    """
+    peak = logits.amax(dim=-1, keepdim=True)
+    mass = (logits.double() - torch.where(peak > -torch.inf, peak, 0.0)).exp_().sum(dim=-1)
+    ahead = (logits > of_target) | ((logits == of_target) & (ids < wanted))
+    top = best(logits, ids, most) if most else ()
+    return [peak.squeeze(1), mass, ahead.sum(dim=-1), *top]
 
 
 def _log_sum(peaks: Tensor, masses: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ class VocabShard:
 
     def join(self, gathered: Tensor) -> Tensor:
         """[rows, vocab_size], from the [ranks, rows, width] columns of every rank."""
+        if len(self._widths) == 1:
+            return gathered[0]
         return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(self._widths)], dim=1)
 
     def _restored(self, piece: Tensor, part: Tensor) -> Tensor:
