@@ -49,8 +49,8 @@ def impossible(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mappin
         return None
     sizes = ", ".join(f"{name} ({_text(_relevant(node, wanted))})" for name, node in nodes.items())
     return (
-        f"only {placed} of {len(wanted)} bundles (the largest asks for {_text(max(wanted, key=_size))}) fit at once on all nodes "
-        f"together, and a bundle cannot span nodes: {sizes}. Use fewer replicas or stages, or a smaller tp."
+        f"only {placed} of {len(wanted)} bundles (the largest asks for {_text(max(wanted, key=_size))}) fit on all nodes "
+        f"at once, and a bundle cannot span nodes: {sizes}. Use fewer replicas or stages, or a smaller tp."
     )
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf import GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
 from placement.model_spec import ModelError
 
@@ -56,6 +57,12 @@ class TensorInfo:
     quantization: GGMLQuantizationType
     offset: int
     """Bytes from the start of the data."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        per_block, block_bytes = GGML_QUANT_SIZES[self.quantization]
+        return prod(self.shape) // per_block * block_bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,16 @@ class _Reader:
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         data_start = -(-self._file.tell() // alignment) * alignment
+        self._all_data_is_there(tensors, data_start)
         return GGUFHeader(fields, {tensor.name: tensor for tensor in tensors}, data_start)
+
+    def _all_data_is_there(self, tensors: list[TensorInfo], data_start: int) -> None:
+        """An interrupted download has a good header."""
+        for tensor in tensors:
+            self.reading = f"the data of tensor {tensor.name}"
+            missing = data_start + tensor.offset + tensor.num_bytes - self._size
+            if missing > 0:
+                raise EOFError(f"it ends {missing} bytes too early")
 
     def _field(self) -> tuple[str, Any]:
         name = self._text()

@@ -94,17 +94,14 @@ def slot_bytes(cluster: ClusterSpec) -> int | None:
 
 
 def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_length: int) -> str:
-    where = f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache"
-    if blocks < 0:
-        least = rank.weight_bytes + needed * rank.block_bytes
-        return (
-            f"{where}, but its weights take {rank.weight_bytes:,}: give it {least:,} (one sequence of {max_length:,} tokens "
-            "included), or split the model over more ranks (a larger tp or pp)"
-        )
+    least = rank.weight_bytes + needed * rank.block_bytes
+    remedies = [f"give it {least:,} bytes", "split the model over more ranks (a larger tp or pp)"]
+    if blocks > 0:
+        remedies.insert(0, f"allow sequences of at most {blocks * BLOCK_TOKENS:,} tokens")
     return (
-        f"{where}; beside {rank.weight_bytes:,} of weights {blocks:,} KV blocks of {rank.block_bytes:,} fit, but one sequence of "
-        f"{max_length:,} tokens takes {needed:,}: allow at most {blocks * BLOCK_TOKENS:,} tokens, give it "
-        f"{rank.weight_bytes + needed * rank.block_bytes:,} bytes, or split the model over more ranks (a larger tp or pp)"
+        f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache: its weights take {rank.weight_bytes:,}, "
+        f"and one sequence of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of which "
+        f"{max(blocks, 0):,} fit. Remedies: {'; '.join(remedies)}"
     )
 
 

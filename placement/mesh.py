@@ -54,8 +54,11 @@ def world_rank(layout: Layout, at: Coords) -> int:
 def groups(layout: Layout, axis: str) -> list[list[int]]:
     """All groups of one axis: lists of world ranks that differ in that axis only, in axis order.
 
-    The groups of an axis partition the world. Every rank computes the same list.
+    The groups of an axis partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
+    treating it as one of size 1 would turn a misspelling into missing collectives.
     """
+    if axis not in AXES:
+        raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
     by_rest: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
         at = coords(layout, rank)

@@ -1,0 +1,256 @@
+"""Who owns which slice: every weight is held exactly by the ranks that should hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.layout import Layout
+from placement.mesh import Coords, coords
+from placement.model_spec import ModelSpec
+from placement.shards import (
+    Parameter,
+    Shard,
+    columns,
+    deal,
+    heads,
+    parameters,
+    shard,
+    stage_layers,
+    vocabulary,
+    weight_elements,
+)
+
+quick = settings(deadline=None, max_examples=80)
+
+
+def toy(**changes: object) -> ModelSpec:
+    values: dict[str, object] = {
+        "family": "llama",
+        "hidden_size": 6,
+        "num_layers": 5,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "intermediate_size": 96,
+        "vocab_size": 101,
+        "max_position": 64,
+        "norm_eps": 1e-5,
+    }
+    values |= changes
+    return ModelSpec(**{"windows": (None,) * int(str(values["num_layers"])), **values})
+
+
+SMOLLM2 = toy(
+    hidden_size=576,
+    num_layers=30,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    tie_embeddings=True,
+    max_position=8192,
+)
+
+
+@st.composite
+def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
+    kv_heads = draw(st.integers(1, 5))
+    model = toy(
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * draw(st.integers(1, 4)),
+        num_layers=draw(st.integers(1, 5)),
+        head_dim=draw(st.sampled_from([2, 8, 64])),
+        intermediate_size=draw(st.integers(20, 300)),
+        vocab_size=draw(st.integers(20, 400)),
+        qkv_bias=draw(st.booleans()),
+        o_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "head"])),
+        tie_embeddings=draw(st.booleans()),
+    )
+    layout = Layout(tp=draw(st.integers(1, model.num_heads)), pp=draw(st.integers(1, model.num_layers)))
+    return model, layout
+
+
+def every_rank(model: ModelSpec, layout: Layout) -> Iterator[tuple[Coords, Shard]]:
+    for rank in range(layout.world):
+        at = coords(layout, rank)
+        yield at, shard(model, layout, at)
+
+
+def holders(model: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
+    """How many ranks hold each index of each checkpoint tensor (along the dimension it is cut)."""
+    counts: dict[str, np.ndarray] = {}
+    for _, own in every_rank(model, layout):
+        for parameter in parameters(model, own):
+            for piece in parameter.pieces:
+                count = counts.setdefault(piece.source, np.zeros(piece.source_shape[piece.dim], dtype=int))
+                count[piece.take.start : piece.take.stop] += 1
+    return counts
+
+
+def kv_holders(model: ModelSpec, tp: int) -> np.ndarray:
+    """How many ranks hold each row of a K or V projection, from the rule: spare ranks are dealt over the KV heads."""
+    each = [1] * model.num_kv_heads
+    if tp > model.num_kv_heads:
+        each = [tp // model.num_kv_heads + (head < tp % model.num_kv_heads) for head in range(model.num_kv_heads)]
+    return np.repeat(each, model.head_dim)
+
+
+@quick
+@given(models_and_layouts())
+def test_every_tensor_is_held_by_exactly_the_expected_ranks(case: tuple[ModelSpec, Layout]) -> None:
+    model, layout = case
+    found = holders(model, layout)
+    assert set(found) == set(holders(model, Layout()))
+    for name, count in found.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            expected = kv_holders(model, layout.tp)
+        elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+            expected = np.array([layout.tp])
+        elif name == "model.embed_tokens.weight" and model.tie_embeddings and layout.pp > 1:
+            expected = np.array([2])
+        else:
+            expected = np.array([1])
+        assert (count == expected).all(), name
+
+
+@quick
+@given(models_and_layouts())
+def test_pieces_fill_each_parameter_without_overlap(case: tuple[ModelSpec, Layout]) -> None:
+    model, layout = case
+    for _, own in every_rank(model, layout):
+        for parameter in parameters(model, own):
+            filled = np.zeros(parameter.shape[parameter.pieces[0].dim], dtype=int)
+            for piece in parameter.pieces:
+                filled[piece.at : piece.at + len(piece.take)] += 1
+                rest = [size for dim, size in enumerate(parameter.shape) if dim != piece.dim]
+                assert rest == [size for dim, size in enumerate(piece.source_shape) if dim != piece.dim]
+            assert filled.max() == 1
+            assert (filled == 1).sum() == len(filled) - padding(model, own, parameter)
+
+
+def padding(model: ModelSpec, own: Shard, parameter: Parameter) -> int:
+    """Rows past the true vocabulary: at the end of the embedding and the head."""
+    return max(0, own.vocab.stop - model.vocab_size) if parameter.name in ("embed.weight", "head.weight") else 0
+
+
+@quick
+@given(models_and_layouts())
+def test_every_rank_has_work_and_its_query_heads_find_their_kv_heads(case: tuple[ModelSpec, Layout]) -> None:
+    model, layout = case
+    for _, own in every_rank(model, layout):
+        assert own.layers
+        assert own.q_heads
+        assert own.columns
+        assert own.vocab.start < min(own.vocab.stop, model.vocab_size)
+        assert {head // model.queries_per_kv for head in own.q_heads} == set(own.kv_heads)
+
+
+@quick
+@given(models_and_layouts())
+def test_query_heads_columns_and_vocabulary_are_each_dealt_once_in_order(case: tuple[ModelSpec, Layout]) -> None:
+    model, layout = case
+    cut = [q_heads for q_heads, _ in heads(model, layout.tp)]
+    assert [index for part in cut for index in part] == list(range(model.num_heads))
+    assert [index for part in columns(model, layout.tp) for index in part] == list(range(model.intermediate_size))
+    rows = [index for part in vocabulary(model, layout.tp) for index in part]
+    assert rows == list(range(len(rows)))
+    assert len(rows) >= model.vocab_size
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_prime_vocabulary_is_padded_alike_in_embedding_and_head(tp: int, tie: bool) -> None:
+    model, layout = toy(tie_embeddings=tie), Layout(tp=tp, pp=2)
+    rows: dict[str, list[int]] = {"embed.weight": [], "head.weight": []}
+    for _, own in every_rank(model, layout):
+        for parameter in parameters(model, own):
+            if parameter.name in rows:
+                rows[parameter.name].append(parameter.shape[0])
+    assert rows["embed.weight"] == rows["head.weight"]
+    assert len(rows["head.weight"]) == tp
+    assert sum(rows["head.weight"]) in (102, 104)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_every_layer_is_on_exactly_one_stage(num_stages: int) -> None:
+    for num_layers in range(1, 71):
+        model, layout = toy(num_layers=num_layers), Layout(pp=num_stages)
+        if num_layers < num_stages:
+            assert [violation.field for violation in layout.check(model)] == ["pp"]
+            continue
+        stages = [shard(model, layout, coords(layout, stage)).layers for stage in range(num_stages)]
+        assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+        assert max(map(len, stages)) - min(map(len, stages)) <= 1
+        assert len(stages[-1]) == min(map(len, stages))
+
+
+def test_a_split_of_layers_by_hand_is_kept() -> None:
+    layout = Layout(pp=3, stage_layers=(1, 3, 1))
+    assert [own.layers for _, own in every_rank(toy(), layout)] == [range(0, 1), range(1, 4), range(4, 5)]
+
+
+def test_the_remainder_goes_to_the_middle_stages() -> None:
+    assert stage_layers(SMOLLM2, Layout(pp=4)) == (7, 8, 8, 7)
+    assert stage_layers(SMOLLM2, Layout(pp=7)) == (4, 5, 5, 4, 4, 4, 4)
+    assert stage_layers(toy(), Layout(pp=2)) == (3, 2)
+
+
+def test_deal() -> None:
+    assert deal(8, 3) == [range(0, 3), range(3, 6), range(6, 8)]
+
+
+# SmolLM2-135M by hand: 9 query heads in 3 KV groups of 64 dimensions, 1,536 columns, 49,152 rows
+
+
+def test_smollm2_on_two_ranks() -> None:
+    # Rank 0 has one KV group more: 8 x 64 x 576 weights, worth 171 columns of 3 x 576. The nearest in blocks of 64: 128.
+    assert heads(SMOLLM2, 2) == [(range(0, 6), range(0, 2)), (range(6, 9), range(2, 3))]
+    assert columns(SMOLLM2, 2) == [range(0, 704), range(704, 1536)]
+    assert vocabulary(SMOLLM2, 2) == [range(0, 24576), range(24576, 49152)]
+    first, second = (weight_elements(SMOLLM2, own) for _, own in every_rank(SMOLLM2, Layout(tp=2)))
+    # Norms, qkv, o, gate and up, down of a layer; then embedding and last norm.
+    assert first == 30 * (2 * 576 + 640 * 576 + 576 * 384 + 1408 * 576 + 576 * 704) + 24576 * 576 + 576
+    assert second == 30 * (2 * 576 + 320 * 576 + 576 * 192 + 1664 * 576 + 576 * 832) + 24576 * 576 + 576
+
+
+def test_smollm2_on_three_ranks_is_even() -> None:
+    assert heads(SMOLLM2, 3) == [(range(3 * rank, 3 * rank + 3), range(rank, rank + 1)) for rank in range(3)]
+    assert columns(SMOLLM2, 3) == [range(0, 512), range(512, 1024), range(1024, 1536)]
+    assert vocabulary(SMOLLM2, 3) == [range(0, 16384), range(16384, 32768), range(32768, 49152)]
+
+
+def test_smollm2_on_five_ranks_holds_two_kv_heads_twice() -> None:
+    q_heads, kv_heads = zip(*heads(SMOLLM2, 5), strict=True)
+    assert q_heads == (range(0, 2), range(2, 3), range(3, 5), range(5, 6), range(6, 9))
+    assert kv_heads == (range(0, 1), range(0, 1), range(1, 2), range(1, 2), range(2, 3))
+    assert [len(part) for part in columns(SMOLLM2, 5)] == [288, 352, 288, 352, 256]
+    assert [len(part) for part in vocabulary(SMOLLM2, 5)] == [9856, 9856, 9856, 9792, 9792]
+
+
+def test_smollm2_on_two_stages_has_its_tied_embedding_on_both() -> None:
+    names = [[parameter.name for parameter in parameters(SMOLLM2, own)] for _, own in every_rank(SMOLLM2, Layout(pp=2))]
+    assert names[0][:2] == ["embed.weight", "layers.0.input_norm.weight"]
+    assert names[0][-1] == "layers.14.mlp.down.weight"
+    assert names[1][0] == "layers.15.input_norm.weight"
+    assert names[1][-2:] == ["norm.weight", "head.weight"]
+    [head] = [p for _, own in every_rank(SMOLLM2, Layout(pp=2)) for p in parameters(SMOLLM2, own) if p.name == "head.weight"]
+    assert head.shape == (49152, 576)
+    assert [piece.source for piece in head.pieces] == ["model.embed_tokens.weight"]
+
+
+def test_no_rank_is_without_columns_however_much_attention_it_has() -> None:
+    assert all(len(part) >= 1 for part in columns(toy(head_dim=64, intermediate_size=16), 2))
+
+
+def test_qkv_is_cut_segment_by_segment() -> None:
+    own = shard(toy(), Layout(tp=3), coords(Layout(tp=3), 1))
+    [qkv] = [parameter for parameter in parameters(toy(), own) if parameter.name == "layers.0.attn.qkv.weight"]
+    cuts = [(piece.source.split(".")[-2], piece.take, piece.at) for piece in qkv.pieces]
+    assert cuts == [("q_proj", range(12, 24), 0), ("k_proj", range(4, 8), 12), ("v_proj", range(4, 8), 16)]
+    assert qkv.shape == (20, 6)
