@@ -1,0 +1,53 @@
+"""The OpenAI endpoint as a FastAPI application.
+
+POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
+GET  /v1/models  /v1/models/{id}  /health  /metrics  /version
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.backend import Backend
+from serve_app.openai.answer import json_response
+from serve_app.openai.errors import ApiError
+from serve_app.openai.keys import key_check
+from serve_app.openai.metrics import Metrics
+from serve_app.openai.request_id import RequestId
+from serve_app.openai.routes_generate import add_generation
+from serve_app.openai.routes_model import add_models, add_tokens
+from serve_app.openai.routes_status import add_status
+from serve_app.openai.settings import ApiSettings
+from serve_app.served_model import ServedModel
+
+__all__ = ["ApiSettings", "create_api"]
+
+
+def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | None = None) -> FastAPI:
+    """The application that serves `model` from `backend`. It holds no state besides its metrics."""
+    settings, metrics = settings or ApiSettings(), Metrics()
+    app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(RequestId)
+    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(HTTPException, _told)
+    keyed, free = APIRouter(dependencies=[Depends(key_check(settings.api_keys))]), APIRouter()
+    add_generation(keyed, model, backend, settings, metrics)
+    add_models(keyed, model)
+    add_tokens(keyed, model, settings)
+    add_status(free, backend, metrics)
+    app.include_router(keyed)
+    app.include_router(free)
+    return app
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    """An `ApiError`, or what the framework itself refuses (unknown path, wrong method), in the one error shape."""
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        text = {404: "There is nothing at this path.", 405: f"This path wants {headers.get('Allow', 'another method')}."}
+        error = ApiError(error.status_code, text.get(error.status_code, str(error.detail)), headers=headers)
+    assert isinstance(error, ApiError)
+    return json_response(error.body(), error.status, error.headers)

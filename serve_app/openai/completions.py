@@ -1,0 +1,93 @@
+"""``/v1/completions``: fields to a job, deltas to its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.openai import logprobs
+from serve_app.openai.delta import Delta
+from serve_app.openai.plan import Asked, Choice, Origin, plan
+from serve_app.openai.prompts import completion_prompts
+from serve_app.openai.schema import CompletionFields
+from serve_app.openai.settings import ApiSettings
+from serve_app.openai.shape import Head, Job
+from serve_app.openai.writing import writing
+from serve_app.served_model import ServedModel
+from serve_app.text.tokenizer import Tokenizer
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def job(model: ServedModel, settings: ApiSettings, fields: CompletionFields, origin: Origin, created: int) -> Job:
+    """The job of a completion request. Raises `ApiError` (400)."""
+    asked = Asked(
+        max_tokens=fields.max_tokens,
+        default_max=_DEFAULT_MAX_TOKENS,
+        logprobs=fields.logprobs,
+        prompt_logprobs=_prompt_logprobs(fields),
+    )
+    choices = plan(model, settings, fields, asked, await completion_prompts(model, fields), origin)
+    head = Head(f"cmpl-{origin.request_id}", model.name, created)
+    options = fields.stream_options
+    return Job(
+        endpoint="completions",
+        choices=choices,
+        writing=writing(model, fields, echo=fields.echo),
+        shape=CompletionShape(head, model.tokenizer, fields, choices),
+        stream=fields.stream,
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+    )
+
+
+@dataclass(frozen=True)
+class CompletionShape:
+    """The JSON of completions. Without a tokenizer, or with ``return_token_ids``, choices carry token ids."""
+
+    head: Head
+    tokenizer: Tokenizer | None
+    fields: CompletionFields
+    choices: Sequence[Choice]
+
+    @property
+    def shows_tokens(self) -> bool:
+        return self.fields.logprobs is not None or self.fields.return_token_ids or self.tokenizer is None
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self.head.object("text_completion", [self._choice(delta)])
+
+    def last(self) -> dict[str, Any]:
+        return self.head.object("text_completion", [])
+
+    def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
+        return self.head.object("text_completion", [self._choice(choice) for choice in choices])
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        wanted = self.fields.logprobs
+        body: dict[str, Any] = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": None if wanted is None else logprobs.completion(self.tokenizer, delta.entries, wanted),
+            "finish_reason": delta.finish,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.fields.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            body["prompt_logprobs"] = logprobs.prompt(self.tokenizer, delta.prompt_logprobs, self.fields.prompt_logprobs)
+        if self.fields.return_token_ids or self.tokenizer is None:
+            body["token_ids"] = [entry.token for entry in delta.entries]
+        if self.fields.return_token_ids and delta.finish:
+            body["prompt_token_ids"] = self.choices[delta.index].prompt.ids
+        return body
+
+
+def _prompt_logprobs(fields: CompletionFields) -> int | None:
+    """Echoed tokens have logprobs like generated ones."""
+    wanted = [fields.prompt_logprobs] if fields.prompt_logprobs is not None else []
+    if fields.echo and fields.logprobs is not None:
+        wanted.append(fields.logprobs)
+    return max(wanted, default=None)

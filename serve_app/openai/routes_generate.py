@@ -1,0 +1,94 @@
+"""The two routes that generate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.backend import Backend
+from serve_app.openai import chat, completions
+from serve_app.openai.answer import Answering, as_api_error
+from serve_app.openai.body import read_object
+from serve_app.openai.disconnect import ClientGone
+from serve_app.openai.errors import ApiError, unknown_model
+from serve_app.openai.metrics import CLIENT_GONE, Metrics
+from serve_app.openai.plan import Origin
+from serve_app.openai.schema import ChatFields, CompletionFields
+from serve_app.openai.settings import ApiSettings
+from serve_app.openai.shape import Job
+from serve_app.served_model import ServedModel
+
+MakeJob = Callable[[dict[str, Any], Origin], Awaitable[Job]]
+
+_TIMEOUT_HEADER = "x-request-timeout-seconds"
+
+
+def add_generation(router: APIRouter, model: ServedModel, backend: Backend, settings: ApiSettings, metrics: Metrics) -> None:
+    """Add ``/v1/completions`` and ``/v1/chat/completions``."""
+
+    async def completion_job(body: dict[str, Any], origin: Origin) -> Job:
+        fields = CompletionFields.parse(body)
+        check_model(model, fields.model)
+        return await completions.job(model, settings, fields, origin, int(time.time()))
+
+    async def chat_job(body: dict[str, Any], origin: Origin) -> Job:
+        fields = ChatFields.parse(body)
+        check_model(model, fields.model)
+        return await chat.job(model, settings, fields, origin, int(time.time()))
+
+    async def run(request: Request, endpoint: str, make_job: MakeJob) -> Response:
+        observation = metrics.begin(endpoint)
+        try:
+            body = await read_object(request, settings.max_body_bytes)
+            job = await make_job(body, _origin(request))
+            return await Answering(job, backend, settings, observation).answer(request.receive)
+        except ClientGone:
+            observation.close(CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+        except asyncio.CancelledError:
+            observation.close(CLIENT_GONE)
+            raise
+        except Exception as failure:
+            error = as_api_error(failure, settings)
+            observation.close(error.status)
+            raise error from (None if error is failure else failure)
+
+    @router.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await run(request, "completions", completion_job)
+
+    @router.post("/v1/chat/completions")
+    async def chat_complete(request: Request) -> Response:
+        return await run(request, "chat", chat_job)
+
+
+def check_model(model: ServedModel, name: str | None) -> None:
+    """No name is fine, there is one model. Raises `ApiError` (404) for a name it does not have."""
+    if name is not None and name not in model.names:
+        raise unknown_model(name, model.names)
+
+
+def _origin(request: Request) -> Origin:
+    """The engine's id of a request: two callers may use the same ``x-request-id`` at once, so it gets a suffix."""
+    return Origin(f"{request.state.request_id}-{secrets.token_hex(4)}", _timeout(request))
+
+
+def _timeout(request: Request) -> float | None:
+    text = request.headers.get(_TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(400, f"{_TIMEOUT_HEADER}: must be a positive number of seconds", param=_TIMEOUT_HEADER)
+    return seconds

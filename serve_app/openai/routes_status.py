@@ -1,0 +1,44 @@
+"""Routes for those who run the server; they need no key."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from serve_app.backend import Backend, Health
+from serve_app.openai.answer import json_response
+from serve_app.openai.metrics import Metrics, exposition
+
+_log = logging.getLogger("shardwright.api")
+
+
+def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
+    """Add ``/health``, ``/metrics`` and ``/version``."""
+
+    @router.get("/health")
+    async def health() -> Response:
+        try:
+            found = await backend.health()
+        except Exception as error:
+            _log.warning("the backend did not tell its health", exc_info=error)
+            found = Health(False, "the backend did not tell its health")
+        body = {"status": "ok" if found.ok else "unhealthy", "reason": found.reason, "replicas": found.replicas}
+        return json_response(body, 200 if found.ok else 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        try:
+            stats = await backend.stats()
+        except Exception as error:
+            # The endpoint's own metrics matter most when the backend is in trouble.
+            _log.warning("the backend did not tell its stats", exc_info=error)
+            stats = {}
+        return Response(exposition(metrics, stats), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": metadata.version("shardwright")})

@@ -1,0 +1,63 @@
+"""What the endpoint must know of the model it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from placement.model_spec import ModelSpec
+from serve_app.text.model_files import read_text_files
+from serve_app.text.template import ChatTemplate
+from serve_app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model, known under one or more names (the first is the one answers carry).
+
+    `max_model_len` is the limit on prompt and generated tokens together. Without `tokenizer` prompts and answers are
+    token ids; without `template` there is no chat. `bos_token_id` starts an empty prompt.
+    """
+
+    names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        name: str,
+        path: Path,
+        spec: ModelSpec,
+        max_model_len: int,
+        created: int | None = None,
+        aliases: Sequence[str] = (),
+    ) -> Self:
+        """The model at `path` (a Hugging Face folder or a GGUF file) with its tokenizer and template.
+
+        Raises `serve_app.text.tokenizer.TokenizerError` or `serve_app.text.template.TemplateError`.
+        """
+        text = read_text_files(path)
+        return cls(
+            names=(name, *aliases),
+            vocab_size=spec.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            bos_token_id=spec.bos_token_id if spec.bos_token_id is not None else text.bos_token_id,
+            tokenizer=text.tokenizer,
+            template=text.template,
+            created=int(time.time()) if created is None else created,
+        )
