@@ -53,7 +53,7 @@ _NAMES = {
 }
 """Fields of `ModelSpec` whose name in config.json is another."""
 
-_ROPE_NAMES = {"original_max_position": "original_max_position_embeddings"}
+_ROPE_NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position_embeddings"}
 
 
 def read(folder: Path) -> ModelSpec:

