@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from actors.model.checkpoint import gguf_source
-from actors.model.checkpoint.open_source import open_source
 from placement import config_json
 from placement.layout import Layout
-from placement.model_spec import ModelError, ModelSpec, RopeSpec
+from placement.model_spec import ModelError, ModelSpec
 from tests.weights_checks import LAYOUTS, llama_spec, load_all, load_rank, random_model, stored
 from tests.weights_gguf import write_gguf
 
@@ -93,13 +92,9 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(llama, tmp_path):
         load_rank(path, llama_spec(vocab_size=102), Layout(), 0)
 
 
-def test_scaled_rope_frequencies_are_ignored_only_where_the_spec_scales_them(llama, tmp_path):
+def test_stored_rope_frequencies_are_left_to_the_spec(llama, tmp_path):
     path = tmp_path / "llama.gguf"
     write_gguf(path, llama, SPEC, "F32", extra={"rope_freqs.weight": torch.tensor([1.0, 8.0])})
-    with pytest.raises(ModelError, match=r"rope_freqs.weight scales the rope frequencies"):
-        open_source(path, SPEC)
-    load_rank(path, llama_spec(rope=RopeSpec(kind="llama3", factor=8, original_max_position=2048)), Layout(), 0)
-    write_gguf(path, llama, SPEC, "F32", extra={"rope_freqs.weight": torch.ones(2)})
     load_rank(path, SPEC, Layout(), 0)
 
 

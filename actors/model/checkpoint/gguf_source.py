@@ -9,8 +9,8 @@ dequantises the blocks that overlap it::
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.model.checkpoint.gguf_names import hugging_face_name
-from actors.model.checkpoint.gguf_table import Entry, read_table
+from placement.gguf_file import GGUFHeader, TensorInfo, read_header
 from placement.model_spec import ModelError, ModelSpec
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -35,54 +35,51 @@ class GgufSource:
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         """Read the header and map the file. Raises `ModelError` naming the file and what is wrong with it."""
         self.location = str(path)
-        table = read_table(path)
-        if int(table.settings.get("split.count", 0)) > 1:
-            raise ModelError(f"{path}: one of {table.settings['split.count']} parts; join them with llama-gguf-split --merge")
-        self._entries = {hugging_face_name(entry.name): entry for entry in table.tensors.values()}
-        self._data: NDArray[np.uint8] | None = np.memmap(path, mode="c")
-        permuted = table.settings.get("general.architecture") in _PERMUTED_ARCHITECTURES
+        header = _read_header(path)
+        self._infos = {hugging_face_name(info.name): info for info in header.tensors.values()}
+        self._data: NDArray[np.uint8] | None = np.memmap(path, mode="c")[header.data_start :]
+        permuted = header.fields.get("general.architecture") in _PERMUTED_ARCHITECTURES
         self._head_dim = spec.head_dim if permuted else None
-        self._check_rope(spec)
 
     def names(self) -> set[str]:
-        return set(self._entries)
+        return set(self._infos)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        entry = self._entries[name]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[entry.kind]
+        info = self._infos[name]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[info.quantization]
         try:
-            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), entry.kind)
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), info.quantization)
         except NotImplementedError as error:
-            raise ModelError(f"{self.where(name)} has type {entry.kind.name}, which cannot be dequantised") from error
-        if len(entry.shape) == 1 and block > 1:
-            raise ModelError(f"{self.where(name)} is a vector quantised to {entry.kind.name}; vectors must be F32, F16 or BF16")
-        return entry.shape
+            raise ModelError(f"{self.where(name)} has type {info.quantization.name}, which cannot be dequantised") from error
+        if len(info.shape) == 1 and block > 1:
+            raise ModelError(f"{self.where(name)} is a vector of type {info.quantization.name}; must be F32, F16 or BF16")
+        return info.shape[::-1]
 
     def where(self, name: str) -> str:
-        return f"{self.location}: {self._entries[name].name}"
+        return f"{self.location}: {self._infos[name].name}"
 
     def fill(self, name: str, dim: int, take: range, target: Tensor) -> None:
-        entry = self._entries[name]
-        blocks = self._rows(entry)
+        info = self._infos[name]
+        blocks = self._rows(info)
         target = target.unsqueeze(1) if target.dim() == 1 else target
         rows, columns = (take, range(target.shape[1])) if dim == 0 else (range(blocks.shape[0]), take)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[entry.kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[info.quantization]
         first, last = columns.start // block, -(-columns.stop // block)
         blocks = blocks[:, first * block_bytes : last * block_bytes]
         cut = slice(columns.start - first * block, columns.stop - first * block)
         step = max(1, _CHUNK_ELEMENTS // ((last - first) * block))
         for at in range(0, len(rows), step):
             chunk = self._stored(name, rows[at : at + step])
-            values = gguf.dequantize(np.ascontiguousarray(blocks[chunk]), entry.kind)
+            values = gguf.dequantize(np.ascontiguousarray(blocks[chunk]), info.quantization)
             target[at : at + step].copy_(torch.from_numpy(values[:, cut]))
 
     def close(self) -> None:
         self._data = None
 
-    def _rows(self, entry: Entry) -> NDArray[np.uint8]:
+    def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
         """The bytes of a tensor, [rows, bytes of a row]; a vector is one element a row. A view of the mapped file."""
         assert self._data is not None, "the source is closed"
-        return self._data[entry.offset : entry.offset + entry.num_bytes].reshape(entry.shape[0], -1)
+        return self._data[info.offset : info.offset + info.num_bytes].reshape(info.shape[-1], -1)
 
     def _stored(self, name: str, rows: range) -> slice | NDArray[np.int64]:
         """Where rows of the Hugging Face tensor are in the file.
@@ -98,13 +95,30 @@ class GgufSource:
         stored: NDArray[np.int64] = head * self._head_dim + 2 * i + half
         return stored
 
-    def _check_rope(self, spec: ModelSpec) -> None:
-        """Scaled rope frequencies are stored as a tensor; leaving it unread is right only if the spec scales them too."""
-        entry: Any = self._entries.get("rope_freqs.weight")
-        if entry is None or spec.rope.kind != "default":
-            return
-        if np.any(gguf.dequantize(np.array(self._rows(entry)), entry.kind) != 1):
+
+def _read_header(path: Path) -> GGUFHeader:
+    """The header, if its tensors are in whole blocks and lie one after the other, as the format has it.
+
+    A damaged size or type would else read the bytes of a neighbour as weights.
+    """
+    try:
+        header = read_header(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from error
+    if header.fields.get("split.count", 0) not in (0, 1):
+        raise ModelError(f"{path}: one of {header.fields['split.count']} parts; join them with llama-gguf-split --merge")
+    alignment, expected = header.fields.get("general.alignment", 32), 0
+    for info in header.tensors.values():
+        block, _ = gguf.GGML_QUANT_SIZES[info.quantization]
+        if prod(info.shape) == 0 or not info.shape or info.shape[0] % block:
             raise ModelError(
-                f"{self.where('rope_freqs.weight')} scales the rope frequencies, but the model's rope kind is "
-                f"{spec.rope.kind!r}; give the Hugging Face folder, whose config.json states the scaling"
+                f"{path}: damaged GGUF file (tensor {info.name} of shape {list(info.shape[::-1])} "
+                f"is not in whole {info.quantization.name} blocks of {block})"
             )
+        if info.offset != expected:
+            raise ModelError(
+                f"{path}: damaged GGUF file (the data of tensor {info.name} is said to begin at {info.offset}, "
+                f"but the tensors before it end at {expected})"
+            )
+        expected = -(-(info.offset + info.num_bytes) // alignment) * alignment
+    return header

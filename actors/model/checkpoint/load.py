@@ -47,10 +47,13 @@ def load(
 
 @torch.no_grad()
 def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
-    if sum(len(piece.take) for piece in parameter.pieces) < target.shape[parameter.pieces[0].dim if parameter.pieces else 0]:
+    """Copy each piece to its place; what no piece covers is padding."""
+    parts = [target.narrow(piece.dim, piece.at, len(piece.take)) for piece in parameter.pieces]
+    if sum(part.numel() for part in parts) < target.numel():
         target.zero_()
-    for piece in parameter.pieces:
-        source.fill(piece.source, piece.dim, piece.take, target.narrow(piece.dim, piece.at, len(piece.take)))
+    for piece, part in zip(parameter.pieces, parts, strict=True):
+        if part.numel():
+            source.fill(piece.source, piece.dim, piece.take, part)
 
 
 def _check_parameters(given: Mapping[str, Tensor], table: list[Parameter]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from actors.model.checkpoint.gguf_source import GgufSource
 from actors.model.checkpoint.safetensors_source import SafetensorsSource
 from actors.model.checkpoint.source import TensorSource
+from placement.gguf_file import is_gguf
 from placement.model_spec import ModelError, ModelSpec
 
 
@@ -20,15 +21,6 @@ def open_source(path: str | Path, spec: ModelSpec) -> TensorSource:
         raise ModelError(f"{path}: no such file or folder")
     if path.is_dir() or path.suffix == ".safetensors":
         return SafetensorsSource(path)
-    if path.suffix == ".gguf" or _begins_as_gguf(path):
+    if path.suffix == ".gguf" or is_gguf(path):
         return GgufSource(path, spec)
     raise ModelError(f"{path}: not a checkpoint; give a folder with .safetensors files, a .safetensors file or a .gguf file")
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    """Files of a download cache may have no suffix."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error

@@ -15,7 +15,7 @@ from placement.model_spec import ModelSpec
 
 _AUXILIARY = re.compile(
     r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints saved it all the same
-    r"|rope_freqs\.weight"  # GGUF: rope scaling of Llama 3.1 and later, held against `ModelSpec.rope` when opened
+    r"|rope_freqs\.weight"  # GGUF: rope scaling, which `placement.gguf_rope` has read into the spec
     r"|blk\.\d+\.attn_rot_embd\.weight"  # GGUF: old converters' copy of inv_freq
 )
 
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
         """The file a tensor is in, and its name there where that differs; for messages."""
 
     def fill(self, name: str, dim: int, take: range, target: Tensor) -> None:
-        """Write ``tensor.narrow(dim, take.start, len(take))`` into `target` (same shape, any float type, any device).
+        """Write ``tensor.narrow(dim, take.start, len(take))`` into `target`: same shape, not empty, any float type, any device.
 
         Only the slice is read, and no more than a small chunk of it is ever in memory beside `target`.
         """
