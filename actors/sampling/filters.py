@@ -64,7 +64,7 @@ def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Te
     left = list(range(len(rows)))
     for count in (*_TRIES, logits.shape[1]):
         members = [rows[at] for at in left]
-        few = best(logits[left], ids, count)
+        few = best(logits if len(left) == len(rows) else logits[left], ids, count)
         chosen[left] = draw(few, members, mass[left])
         short = _short(few, members, mass[left])
         left = [at for at, missing in zip(left, short, strict=True) if missing]

@@ -27,13 +27,13 @@ def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Se
     of_target = shard.gather([_own_targets(shard, logits, wanted)])[0].amax(dim=0)
 
     most = min(max(num_top), shard.vocab_size)
-    parts = [_local(logits[block], shard.ids, of_target[block], wanted[block], most) for block in blocks(logits)]
+    parts = [_local(logits[block], shard.ids, of_target[block], wanted[block]) for block in blocks(logits)]
     sent = [torch.cat(one) for one in zip(*parts, strict=True)]
-    peaks, masses, betters, *top = shard.gather(sent)
+    peaks, masses, ahead, *top = shard.gather([*sent, *best(logits, shard.ids, most)] if most else sent)
 
     total = _log_sum(peaks, masses)
     of_targets = _finite(of_target.squeeze(1) - total).tolist()
-    ranks = (betters.sum(dim=0) + 1).tolist()
+    ranks = (ahead.sum(dim=0) + 1).tolist()
     tops = _alternatives(top, most, total) if most else [[] for _ in targets]
     return [
         TokenLogprob(token=token, logprob=logprob, rank=rank, top=alternatives[: min(count, most)])
@@ -48,16 +48,15 @@ def _own_targets(shard: VocabShard, logits: Tensor, wanted: Tensor) -> Tensor:
     return logits.gather(1, columns.clamp(0, shard.width - 1)).masked_fill(~owned, -torch.inf)
 
 
-def _local(logits: Tensor, ids: Tensor, of_target: Tensor, wanted: Tensor, most: int) -> list[Tensor]:
-    """What a rank knows of some rows: best logit, fp64 sum of exp(logit - best), tokens ahead of the target, best tokens.
+def _local(logits: Tensor, ids: Tensor, of_target: Tensor, wanted: Tensor) -> list[Tensor]:
+    """What a rank knows of some rows: best logit, fp64 sum of exp(logit - best), number of tokens ahead of the target.
 
     The sum is in fp64 so that the way the vocabulary is split does not show in fp32.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     mass = (logits.double() - torch.where(peak > -torch.inf, peak, 0.0)).exp_().sum(dim=-1)
     ahead = (logits > of_target) | ((logits == of_target) & (ids < wanted))
-    top = best(logits, ids, most) if most else ()
-    return [peak.squeeze(1), mass, ahead.sum(dim=-1), *top]
+    return [peak.squeeze(1), mass, ahead.sum(dim=-1)]
 
 
 def _log_sum(peaks: Tensor, masses: Tensor) -> Tensor:
