@@ -98,6 +98,8 @@ class TokenEvent(Message):
     stop_token: int | None = None
     """The token that stopped the request; it is also the last of `tokens`."""
     error: str | None = None
+    refused: str | None = None
+    """On the only event of a request that was never accepted: the code of the refusal, explained by `error`."""
 
 
 class SequenceStart(Message):

@@ -1,0 +1,75 @@
+"""What one rank must know before it starts: plain values, sent to the rank once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from placement.layout import Layout
+from placement.model_spec import DType, ModelSpec
+
+Device = Literal["cpu", "cuda"]
+
+
+class RankConfig(BaseModel):
+    """One rank of one replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world_rank: int
+    layout: Layout
+    spec: ModelSpec
+    model_path: str
+    device: Device
+    dtype: DType
+    block_size: int
+    threads: int | None = None
+    """CPU threads of the maths in this rank; None shares the node's cores evenly."""
+
+
+class Rendezvous(BaseModel):
+    """How the ranks of one replica find each other. `token` is new at every (re)start, so generations never mix."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    nodes: tuple[str, ...]
+    """Node of each world rank: ranks of one node share memory, others use sockets."""
+    hosts: tuple[str, ...]
+    """Address of each world rank, reachable from every other."""
+    store_port: int
+    """Port of the key-value store that world rank 0 serves on its address."""
+    timeout_s: float = 60.0
+
+
+class Place(BaseModel):
+    """Where a rank really runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world_rank: int
+    node_id: str
+    host: str
+    pid: int
+
+
+class Loaded(BaseModel):
+    """What loading came to. `free_bytes`: device memory left for KV pages (CUDA only)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight_bytes: int
+    seconds: float
+    free_bytes: int | None = None
+
+
+class RankStatus(BaseModel):
+    """How far a rank is: for progress bars and `shardwright status`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    state: Literal["created", "connecting", "loading", "loaded", "running", "failed"]
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    steps: int = 0

@@ -1,0 +1,163 @@
+"""One rank's step: a plan in, this rank's share of the forward pass, and on the sampling rank a result out.
+
+plan ──→ sequences (token history, block tables) ──→ Batch ──→ stage ──→ hidden to the next stage
+                                                                  └────→ logits → sampler → StepResult
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from actors.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
+from actors.model.batch import Batch
+from actors.model.decoder import Decoder
+from actors.model.group import Group
+from actors.model.kv_cache import KVCache
+from actors.sampler import Sampler, SampleRow
+
+_SCORED_ROWS = 256
+"""Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
+
+
+class PlanError(RuntimeError):
+    """A plan that does not fit what this rank holds: the engine and the rank have come apart."""
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    blocks: list[int] = field(default_factory=list)
+
+
+class Runner:
+    """Runs plans on one rank: one stage of one tensor-parallel slice, with its KV pages.
+
+    `stages` joins the ranks that hold the same slice of successive pipeline stages. Only the last stage samples;
+    all its tp ranks do, and find the same tokens.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, stages: Group, sampler: Sampler, hidden_size: int) -> None:
+        self._decoder, self._cache, self._stages, self._sampler = decoder, cache, stages, sampler
+        self._hidden_size = hidden_size
+        self._sequences: dict[int, _Sequence] = {}
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """Apply a plan and run it. Returns the result on the last stage, None on the others. Raises `PlanError`."""
+        began = time.perf_counter()
+        self._apply(plan)
+        hidden = self._forward(self._batch(plan.rows))
+        if hidden is None:
+            return None
+        sampled, scored = self._sample(plan.rows, hidden), self._score(plan.rows, hidden)
+        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=scored, seconds=time.perf_counter() - began)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for sequence_id in plan.ended:
+            self._sequences.pop(sequence_id, None)
+        for start in plan.started:
+            self._sequences[start.sequence_id] = _begin(start)
+        for row in plan.rows:
+            sequence = self._known(row)
+            sequence.tokens.extend(row.append)
+            sequence.blocks.extend(row.new_blocks)
+            self._check(row, sequence)
+
+    def _known(self, row: Row) -> _Sequence:
+        if row.sequence_id not in self._sequences:
+            raise PlanError(f"plan names sequence {row.sequence_id}, which this rank was never told of")
+        return self._sequences[row.sequence_id]
+
+    def _check(self, row: Row, sequence: _Sequence) -> None:
+        end, room = row.start + row.count, len(sequence.blocks) * self._cache.block_size
+        if row.count < 1 or end > len(sequence.tokens) or end > room:
+            raise PlanError(
+                f"plan wants tokens {row.start}..{end} of sequence {row.sequence_id}, which has "
+                f"{len(sequence.tokens)} tokens and room for {room} in {len(sequence.blocks)} blocks"
+            )
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        size = self._cache.block_size
+        sequences = [self._sequences[row.sequence_id] for row in rows]
+        spans = [range(row.start, row.start + row.count) for row in rows]
+        tokens = [token for span, held in zip(spans, sequences, strict=True) for token in held.tokens[span.start : span.stop]]
+        positions = [position for span in spans for position in span]
+        slots = [held.blocks[at // size] * size + at % size for span, held in zip(spans, sequences, strict=True) for at in span]
+        return Batch(
+            token_ids=self._tensor(tokens),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_lens=[row.count for row in rows],
+            context_lens=[row.start for row in rows],
+            block_tables=[held.blocks for held in sequences],
+            output_rows=self._tensor([last for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]),
+        )
+
+    def _forward(self, batch: Batch) -> Tensor | None:
+        """Hidden states `[tokens, hidden]` of the last stage; None on the others, which send theirs on."""
+        stage, stages = self._stages.rank, self._stages
+        shape = (batch.num_tokens, self._hidden_size)
+        before = stages.recv(shape, self._cache.dtype, stage - 1) if stage > 0 else None
+        hidden: Tensor = self._decoder(batch, before, self._cache)
+        if stage == stages.size - 1:
+            return hidden
+        stages.send(hidden, stage + 1)
+        return None
+
+    def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
+        wanted = [(row, last) for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]
+        if not wanted:
+            return []
+        logits = self._decoder.logits(hidden[self._tensor([last for _, last in wanted])])
+        held = [self._sequences[row.sequence_id] for row, _ in wanted]
+        choices = self._sampler.sample(logits, [SampleRow(s.sampling, s.tokens, s.prompt_length) for s in held])
+        return [
+            Sampled(sequence_id=row.sequence_id, token=choice.token, logprob=choice.logprob, error=choice.error)
+            for (row, _), choice in zip(wanted, choices, strict=True)
+        ]
+
+    def _score(self, rows: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
+        """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``."""
+        scored = []
+        for row, last in zip(rows, _last_rows(rows), strict=True):
+            held = self._sequences[row.sequence_id]
+            top = held.sampling.prompt_logprobs
+            count = min(row.start + row.count, held.prompt_length - 1) - row.start
+            if top is None or count < 1:
+                continue
+            first = last - row.count + 1
+            entries = []
+            for part in _parts(count, _SCORED_ROWS):
+                logits = self._decoder.logits(hidden[first + part.start : first + part.stop])
+                targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]
+                entries.extend(self._sampler.score(logits, targets, top))
+            scored.append(PromptLogprobs(sequence_id=row.sequence_id, first=row.start + 1, entries=entries))
+        return scored
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._cache.device)
+
+
+def _begin(start: SequenceStart) -> _Sequence:
+    return _Sequence(list(start.tokens), start.prompt_length, start.sampling)
+
+
+def _last_rows(rows: list[Row]) -> list[int]:
+    """Index in the step of each sequence's last token."""
+    ends, total = [], 0
+    for row in rows:
+        total += row.count
+        ends.append(total - 1)
+    return ends
+
+
+def _parts(total: int, size: int) -> Iterator[range]:
+    for start in range(0, total, size):
+        yield range(start, min(start + size, total))

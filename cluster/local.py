@@ -1,0 +1,64 @@
+"""Connecting to Ray: join a cluster by address, or start one inside this process.
+
+The only place that touches Ray's environment variables; they must be set before `ray` is first imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+NAMESPACE = "shardwright"
+
+_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray runs workers at nice 15, which starves ranks on a busy machine
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+_OBJECT_STORE_BYTES = 256 * 2**20
+"""No tensor travels through the object store, so an embedded cluster needs little of it."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The cluster this process is connected to; an embedded one was started by it, and ends with it."""
+
+    address: str
+    embedded: bool
+
+
+def connect(address: str | None = None, slots: int | None = None) -> Connection:
+    """Join the cluster at `address` (or ``RAY_ADDRESS``); with neither, start an embedded one with `slots` CPU slots.
+
+    A slot is a seat for one rank, not a core: an embedded cluster has as many as the layout asks for. An embedded
+    cluster asks for a random token, so that no other program of the network can join it. Raises `ConnectionError`
+    when no cluster answers at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if address is None:
+        _lock_embedded()
+    import ray
+
+    common: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "ignore_reinit_error": True,
+    }
+    if address is None:
+        cores = os.cpu_count() or 1
+        common |= {"num_cpus": max(slots or 1, cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    context: Any = ray.init(address=address, **common)
+    return Connection(address=str(context.address_info["address"]), embedded=address is None)
+
+
+def _lock_embedded() -> None:
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -1,0 +1,193 @@
+"""A replica: one engine and the ranks that run its plans, alive as long as both are.
+
+Any rank's death, or a step that does not come back, ends all ranks: their requests get one error event each, and the
+ranks are made anew in the same seats. The replica process itself stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from actors.engine.config import EngineConfig
+from actors.engine.engine import Engine
+from actors.engine.refusal import RequestRefused
+from actors.engine.zmq_link import ZmqEngineLink
+from actors.messages import GenerateRequest, TokenEvent
+from cluster import launch, seats
+from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
+from placement import memory
+from placement.bundles import bundles
+
+log = logging.getLogger("shardwright.replica")
+
+_WATCH_EVERY_S = 0.5
+_REBUILDS = 3
+"""Rebuilds in a row that may fail before the replica gives up and lets Serve replace it."""
+
+
+class Replica:
+    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `check_health`."""
+
+    def __init__(self, settings: ReplicaSettings, name: str) -> None:
+        self._settings, self._name = settings, name
+        self._closing = threading.Event()
+        self._down: str | None = "starting"
+        self._dead: str | None = None
+        self._seats = self._take_seats()
+        self._ranks = launch.launch(settings, self._seats, name)
+        self._blocks = _num_blocks(settings, self._ranks)
+        link, self._sentinels = self._link()
+        self._engine = Engine(_engine_config(settings, self._blocks), link)
+        self._engine.start()
+        self._down = None
+        self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
+        self._watcher.start()
+
+    async def generate(self, packed: bytes) -> AsyncIterator[bytes]:
+        """The packed events of one packed request. Events that pile up while the consumer is busy are joined.
+
+        Ending the iteration early cancels the request.
+        """
+        request = GenerateRequest.unpack(packed)
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenEvent]()
+
+        def deliver(event: TokenEvent) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        try:
+            self._engine.submit(request, deliver)
+        except RequestRefused as refusal:
+            yield TokenEvent(request_id=request.request_id, finish="error", refused=refusal.code, error=str(refusal)).pack()
+            return
+        finished = False
+        try:
+            while not finished:
+                event = _joined(await events.get(), events)
+                finished = event.finish is not None
+                yield event.pack()
+        finally:
+            if not finished:
+                self._engine.cancel(request.request_id)
+
+    def health(self) -> str | None:
+        """None when a step finished recently or there is nothing to do, on ranks that are all alive; else the reason."""
+        return self._down or self._engine.healthy()
+
+    def gauges(self) -> tuple[str, dict[str, float]]:
+        """This replica's name, and the numbers of its engine."""
+        numbers = self._engine.stats().model_dump()
+        return self._name, {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))}
+
+    def check_health(self) -> None:
+        """Serve's own probe: fails only when this process cannot mend itself."""
+        if self._dead is not None:
+            raise RuntimeError(self._dead)
+
+    def close(self) -> None:
+        """End the engine and every rank."""
+        self._closing.set()
+        self._engine.close()
+        self._ranks.kill()
+        remove_placement_group(self._seats)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_watcher") and not self._closing.is_set():
+            self.close()
+
+    def _take_seats(self) -> PlacementGroup:
+        layout = self._settings.layout
+        return seats.take(bundles(layout, self._settings.device), layout.pp > 1, self._settings.start_timeout_s)
+
+    def _link(self) -> tuple[ZmqEngineLink, list[ray.ObjectRef[Any]]]:
+        layout, host = self._settings.layout, get_node_ip_address()
+        leader = layout.world - layout.tp  # tp rank 0 of the last stage
+        link = ZmqEngineLink(layout.world, leader, self._ranks.token, f"tcp://{host}:*")
+        sentinels = self._ranks.run(link.address, self._blocks)
+        link.wait_ready(self._settings.start_timeout_s)
+        return link, sentinels
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            dead, _ = ray.wait(self._sentinels, num_returns=1, timeout=_WATCH_EVERY_S)
+            reason = _death(self._sentinels, dead) if dead else self._engine.healthy()
+            if reason is not None and not self._closing.is_set():
+                self._rebuild(reason)
+
+    def _rebuild(self, reason: str) -> None:
+        log.error("ending all ranks of %s: %s", self._name, reason)
+        self._down = f"rebuilding ranks: {reason}"
+        self._engine.fail(reason)
+        self._ranks.kill()
+        for _attempt in range(_REBUILDS):
+            try:
+                self._ranks = launch.launch(self._settings, self._seats, self._name)
+                link, self._sentinels = self._link()
+            except Exception as error:
+                log.exception("ranks of %s did not come back", self._name)
+                self._down = f"ranks did not come back: {error}"
+                continue
+            self._engine.restart(link)
+            self._down = None
+            return
+        self._dead = self._down
+        self._closing.set()
+
+
+def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
+    """`first` and every event already waiting behind it, as one."""
+    parts = [first]
+    while parts[-1].finish is None and not events.empty():
+        parts.append(events.get_nowait())
+    if len(parts) == 1:
+        return first
+    last = parts[-1]
+    return last.model_copy(
+        update={
+            "tokens": [token for part in parts for token in part.tokens],
+            "logprobs": [entry for part in parts for entry in part.logprobs],
+            "prompt_logprobs": first.prompt_logprobs,
+            "cached_tokens": first.cached_tokens,
+        }
+    )
+
+
+def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) -> str:
+    rank = sentinels.index(dead[0])
+    try:
+        ray.get(dead[0])
+    except ray.exceptions.RayActorError:
+        return f"rank {rank} died"
+    except ray.exceptions.RayError as error:
+        return f"rank {rank} failed: {getattr(error, 'cause', None) or error}"
+    return f"rank {rank} ended"
+
+
+def _num_blocks(settings: ReplicaSettings, ranks: launch.Ranks) -> int:
+    """KV blocks of every rank: what the poorest rank can hold, and no more than the engine could ever fill."""
+    free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
+    budget = settings.kv_bytes or (int(0.9 * min(free)) if free else DEFAULT_KV_BYTES)
+    useful = settings.max_sequences * (-(-settings.max_model_len // memory.BLOCK_TOKENS))
+    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
+    fits = memory.num_blocks(needs, [rank.weight_bytes + budget for rank in needs], settings.max_model_len)
+    return min(fits, useful)
+
+
+def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=memory.BLOCK_TOKENS,
+        num_blocks=num_blocks,
+        max_model_len=settings.max_model_len,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_sequences=settings.max_sequences,
+        max_waiting_requests=settings.max_waiting,
+        step_timeout_s=settings.step_timeout_s,
+        vocab_size=settings.spec.vocab_size,
+    )

@@ -1,0 +1,39 @@
+"""What a replica is asked to be: model, layout, numbers. One frozen value, made once at the composition root."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.config import Device
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+
+DEFAULT_CONTEXT = 8192
+"""Longest sequence served unless asked otherwise (or the model's own limit, where that is shorter), in tokens."""
+
+DEFAULT_KV_BYTES = 2**30
+"""KV cache of a CPU rank unless asked otherwise. Pages are touched only when used."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ReplicaSettings(BaseModel):
+    """Everything a replica needs. `kv_bytes` is per rank; None lets the device decide."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_path: str
+    spec: ModelSpec
+    layout: Layout = Layout()
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    max_model_len: Positive
+    kv_bytes: Positive | None = None
+    max_batch_tokens: Positive = 2048
+    max_sequences: Positive = 64
+    max_waiting: Positive = 1024
+    threads_per_rank: Positive | None = None
+    start_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0

@@ -1,0 +1,97 @@
+"""The composition root of the service: typed arguments in, a Ray Serve application out.
+
+    HTTP ──→ Ingress (OpenAI endpoint, text) ──handle, streaming──→ Engine replicas ──→ ranks
+
+Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files. No ``from __future__ import
+annotations`` here: Serve looks at the builder's annotation itself, and would see a string.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+from cluster.discover import best_device, discover
+from cluster.replica import Replica
+from cluster.settings import ReplicaSettings
+from serve_app.catalog import resolve
+from serve_app.handle_backend import HandleBackend
+from serve_app.openai.api import ApiSettings, create_api
+from serve_app.served_model import ServedModel
+from serve_app.settings import ServeArgs, replica_settings, served_name
+
+APP_NAME = "shardwright"
+ENGINE = "Engine"
+INGRESS = "Ingress"
+
+_ONGOING = 100_000
+"""The engine queues and refuses by its own rules; Serve shall not queue before it."""
+
+
+class EngineReplica(Replica):
+    """A `Replica` that takes its name from Serve."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        super().__init__(settings, f"{APP_NAME}-{serve.get_replica_context().replica_id.unique_id}")
+
+
+class Ingress:
+    """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
+
+    def __init__(self, args: ServeArgs, settings: ReplicaSettings, engine: DeploymentHandle[Any]) -> None:
+        self._model = served_model(args, settings)
+        self._settings = ApiSettings(api_keys=args.api_keys)
+        self._backend = HandleBackend(engine)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_api(self._model, self._backend, self._settings)
+
+
+def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
+    """The model as the endpoint sees it: name, limits, tokenizer and template."""
+    files = resolve(args.model)
+    return ServedModel.open(
+        name=served_name(args, files),
+        path=files.path,
+        spec=settings.spec,
+        max_model_len=settings.max_model_len,
+        created=int(time.time()),
+    )
+
+
+def build(args: ServeArgs) -> Application:
+    """The Serve application for `args`. Raises `ModelError`, `LayoutError` or `pydantic.ValidationError`."""
+    args = args if isinstance(args, ServeArgs) else ServeArgs.model_validate(_mapping(args))
+    device = args.device if args.device != "auto" else best_device()
+    settings = replica_settings(args, device, discover(device))
+    engine: Any = serve.deployment(
+        EngineReplica,
+        name=ENGINE,
+        num_replicas=settings.layout.replicas,
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=10,
+        max_constructor_retry_count=1,
+    )
+    ingress: Any = serve.deployment(
+        serve.ingress()(Ingress),
+        name=INGRESS,
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=5,
+        max_constructor_retry_count=1,
+    )
+    app: Application = ingress.bind(args, settings, engine.bind(settings))
+    return app
+
+
+def _mapping(args: Any) -> Mapping[str, Any]:
+    return args if isinstance(args, Mapping) else {}

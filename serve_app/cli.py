@@ -1,0 +1,108 @@
+"""The command line. Exit status: 0 good, 1 the answer is no, 2 a mistake in what was asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from placement.layout import LayoutError
+from placement.model_spec import ModelError
+from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, installed
+
+app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a GGUF file, a hub id, or a built-in name.")]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.command()
+def serve(
+    model: Model = DEFAULT_MODEL,
+    layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=2,pp=2 or replicas=2.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
+    kv_bytes: Annotated[str | None, typer.Option(help="KV cache of one rank, for example 2GiB.")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most.")] = 2048,
+    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most.")] = 64,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name clients ask for.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Bearer key clients must send; may be given several times.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster to join; default: RAY_ADDRESS, else an embedded one.")
+    ] = None,
+    json_logs: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
+) -> None:
+    """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
+    from serve_app.serve_command import run_server
+    from serve_app.settings import ServeArgs
+
+    args = ServeArgs.model_validate(
+        {
+            "model": model,
+            "layout": layout,
+            "device": device,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "kv_bytes": kv_bytes,
+            "max_batch_tokens": max_batch_tokens,
+            "max_sequences": max_sequences,
+            "threads_per_rank": threads,
+            "served_name": served_name,
+            "api_keys": api_key or (),
+        }
+    )
+    run_server(args, host=host, port=port, address=address, json_logs=json_logs)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="A running endpoint.")] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    api_key: Annotated[str | None, typer.Option(help="Bearer key of the endpoint.")] = None,
+) -> None:
+    """Chat in the terminal with a running endpoint; answers stream."""
+    from serve_app.chat_command import run_chat
+
+    run_chat(url, system=system, max_tokens=max_tokens, temperature=temperature, api_key=api_key)
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the built-in models and whether they are installed."""
+    rows: list[dict[str, Any]] = [
+        {"name": each.name, "about": each.about, "installed": installed(each), "install": each.install}
+        for each in BUILT_IN.values()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("name", "about", "installed")
+    for row in rows:
+        table.add_row(row["name"], row["about"], "yes" if row["installed"] else f"no: {row['install']}")
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point: mistakes become one message on stderr and exit status 2."""
+    try:
+        app()
+    except ValidationError as error:
+        _usage("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (given: {e['input']!r})" for e in error.errors()))
+    except (ModelError, LayoutError) as error:
+        _usage(str(error))
+
+
+def _usage(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,168 @@
+"""``shardwright serve``: start or join Ray, deploy, show progress, say when it is ready, and end what was started."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from cluster import local
+from placement.layout import Layout
+from serve_app.settings import ServeArgs, replica_settings
+
+_POLL_S = 0.1
+_DEPLOY_TIMEOUT_S = 900.0
+
+
+class StartFailed(SystemExit):
+    """The service did not come up; the reason is already on stderr."""
+
+    def __init__(self, reason: str) -> None:
+        print(f"error: {reason}", file=sys.stderr)
+        super().__init__(2)
+
+
+def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, json_logs: bool) -> None:
+    """Serve until interrupted. Mistakes are found before anything starts, where they can be.
+
+    Raises `ModelError`, `LayoutError`, or exits with 2 after one message.
+    """
+    _set_logs(json_logs)
+    settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu")
+    port = _free_port(host, port)
+    stop = _interrupts()
+    try:
+        cluster = local.connect(address, slots=settings.layout.devices)
+    except ConnectionError as error:
+        raise StartFailed(f"no Ray cluster answers at {address}: {error}") from error
+    try:
+        _deploy(args, settings.layout, host, port, stop)
+        if not stop.is_set():
+            _ready(args, settings.layout, host, port, cluster.address)
+            stop.wait()
+    finally:
+        _end(cluster)
+
+
+def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threading.Event) -> None:
+    from ray import serve
+    from ray.serve.api import RunTarget
+    from ray.serve.schema import LoggingConfig
+
+    from serve_app.app import APP_NAME, build
+
+    serve.start(
+        http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
+    )
+    target = RunTarget(target=build(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    deadline = time.monotonic() + _DEPLOY_TIMEOUT_S
+    with _progress(layout) as show:
+        while not stop.wait(_POLL_S):
+            status = serve.status().applications[APP_NAME]
+            show()
+            if status.status == "RUNNING":
+                return
+            reasons = [status.message, *(each.message for each in status.deployments.values())]
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartFailed(_first_reason(reasons))
+            if time.monotonic() > deadline:
+                raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {_first_reason(reasons)}")
+
+
+@contextmanager
+def _progress(layout: Layout) -> Iterator[Callable[[], None]]:
+    """A function that draws how far each rank's loading is; rank actors are found by name."""
+    from cluster.launch import rank_statuses
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show() -> None:
+            for name, status in rank_statuses().items():
+                task = tasks.setdefault(name, progress.add_task(name, total=None))
+                progress.update(
+                    task,
+                    description=f"rank {name.rsplit('-', 1)[-1]} {status.state}",
+                    completed=status.loaded_bytes,
+                    total=status.total_bytes or None,
+                )
+
+        yield show
+
+
+def _first_reason(messages: list[str]) -> str:
+    """The line a person needs out of Serve's traceback: the last exception text of the first message that has one."""
+    for message in messages:
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        for line in reversed(lines):
+            for marker in ("LaunchError: ", "SeatError: ", "ModelError: ", "LayoutError: "):
+                if marker in line:
+                    return line.split(marker, 1)[1]
+    return next((message for message in messages if message), "Ray Serve gave no reason")
+
+
+def _ready(args: ServeArgs, layout: Layout, host: str, port: int, address: str) -> None:
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True})
+    print(f"\nShardwright is ready: {args.model} as {layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+
+
+def _end(cluster: local.Connection) -> None:
+    """Take back what was started: the application, and Ray where it is embedded."""
+    import ray
+    from ray import serve
+
+    from serve_app.app import APP_NAME
+
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    try:
+        if cluster.embedded:
+            serve.shutdown()
+        else:
+            serve.delete(APP_NAME)
+    finally:
+        ray.shutdown()
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port` when it can be bound (for 0, one the kernel chose). Exits with 2 when it is busy or not ours to bind."""
+    try:
+        with socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        why = "already in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartFailed(f"port {port} on {host}: {why}; choose another with --port") from error
+
+
+def _interrupts() -> threading.Event:
+    """Set by Ctrl-C or a termination signal. A second one ends the process at once."""
+    stop = threading.Event()
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise SystemExit(130)
+        stop.set()
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    return stop
+
+
+def _set_logs(json_logs: bool) -> None:
+    plain = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    structured = '{"time": "%(asctime)s", "level": "%(levelname)s", "logger": "%(name)s", "message": "%(message)s"}'
+    logging.basicConfig(level=logging.WARNING, format=structured if json_logs else plain)

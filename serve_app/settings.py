@@ -1,0 +1,97 @@
+"""What a person may ask of `serve`, checked as far as it can be before anything starts."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from cluster.settings import DEFAULT_CONTEXT, ReplicaSettings
+from placement import checkpoint_header, memory
+from placement.hardware import ClusterSpec
+from placement.layout import Layout, LayoutError, require
+from placement.model_spec import ModelSpec
+from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def _bytes(value: Any) -> Any:
+    """``2GiB``, ``512M`` or a plain number as bytes; anything else is left to the validator."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
+    return int(float(found[1]) * _UNITS[found[2]]) if found else value
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ServeArgs(BaseModel):
+    """Arguments of the application, the same on the command line, in `serve run` and in a Serve file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = DEFAULT_MODEL
+    layout: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: Count | None = None
+    kv_bytes: Bytes | None = None
+    """KV cache of one rank, for example ``2GiB``."""
+    max_batch_tokens: Count = 2048
+    max_sequences: Count = 64
+    max_waiting: Count = 1024
+    threads_per_rank: Count | None = None
+    served_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+
+
+def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> ReplicaSettings:
+    """The settings of one replica. Reads the model's header only. Raises `ModelError` or `LayoutError`."""
+    files = resolve(args.model)
+    spec = checkpoint_header.read(files.path)
+    layout = Layout.parse(args.layout)
+    require(layout, spec, cluster)
+    dtype = _dtype(args, spec, device)
+    return ReplicaSettings(
+        model_path=str(files.path),
+        spec=spec,
+        layout=layout,
+        device=device,
+        dtype=dtype,
+        max_model_len=_context(args, spec, layout, dtype),
+        kv_bytes=args.kv_bytes,
+        max_batch_tokens=args.max_batch_tokens,
+        max_sequences=args.max_sequences,
+        max_waiting=args.max_waiting,
+        threads_per_rank=args.threads_per_rank,
+    )
+
+
+def served_name(args: ServeArgs, files: ModelFiles) -> str:
+    """The name clients ask for."""
+    return args.served_name or files.name
+
+
+def _dtype(args: ServeArgs, spec: ModelSpec, device: str) -> Literal["float32", "bfloat16", "float16"]:
+    if args.dtype != "auto":
+        return args.dtype
+    return "bfloat16" if device == "cpu" and spec.dtype == "float16" else spec.dtype
+
+
+def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
+    """Longest sequence to serve: as asked, else the model's own limit, 8,192, or what the KV cache holds, if shorter."""
+    asked = args.max_model_len or min(spec.max_position, DEFAULT_CONTEXT)
+    if asked > spec.max_position:
+        raise LayoutError(f"max_model_len {asked} is longer than the {spec.max_position} positions the model was made for")
+    if args.kv_bytes is None:
+        return asked
+    needs = memory.rank_memories(spec, layout, dtype)
+    fits = memory.BLOCK_TOKENS * min(args.kv_bytes // rank.block_bytes for rank in needs)
+    if fits == 0 or (args.max_model_len and asked > fits):
+        raise LayoutError(
+            f"kv_bytes {args.kv_bytes} holds {fits} tokens of a rank's KV cache, fewer than max_model_len {asked}: "
+            f"give more kv_bytes, or max_model_len {fits} or less"
+        )
+    return min(asked, fits)
