@@ -66,6 +66,7 @@ class ScriptedBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
+        self.changed.set()
         done = False
         try:
             async with aclosing(self._events(request)) as events:
