@@ -117,7 +117,7 @@ class Layout(BaseModel):
 
     def check(self, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
         """Every rule this layout breaks for a model (on a cluster, where one is given). Empty: legal."""
-        # The rules read the mesh and the shards, which are made from layouts: only a late import avoids the circle.
+        # The rules name layouts that would work instead, so they import this module: only a late import avoids the circle.
         from placement import rules
 
         return rules.check(self, model, cluster)

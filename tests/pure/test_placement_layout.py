@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import ModelSpec
+from placement.suggestions import candidates
 
 quick = settings(deadline=None, max_examples=100)
 sizes = st.integers(1, 40)
@@ -221,6 +222,14 @@ def test_every_suggestion_passes(
         for text in violation.suggestions:
             assert text in violation.message
             assert Layout.parse(text).check(model, nodes) == []
+
+
+@quick
+@given(layouts, st.lists(st.integers(0, 9), max_size=4), st.integers(1, 12), st.integers(1, 12))
+def test_the_tp_sizes_said_to_work_do(layout: Layout, slots: list[int], layers: int, columns: int) -> None:
+    model, nodes = toy(num_layers=layers, intermediate_size=columns), cluster(*slots)
+    assert [other for other in candidates(layout, model, nodes) if other.check(model, nodes)] == []
+    assert [other for other in candidates(layout, model, None) if other.check(model)] == []
 
 
 _CHILD = """
