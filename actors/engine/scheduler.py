@@ -125,6 +125,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
         needed = self.config.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        if needed <= 0:
+            return True
         while needed > self.pool.num_available:
             victim = self.running[-1]
             self._preempt(victim)
