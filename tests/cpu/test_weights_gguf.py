@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -104,6 +106,43 @@ def test_a_type_that_cannot_be_dequantised_is_named(llama, tmp_path):
     rest = {name: x for name, x in llama.items() if name != "model.norm.weight"}
     write_gguf(path, rest, SPEC, "F32", extra={"output_norm.weight": norm})
     with pytest.raises(ModelError, match=r"output_norm.weight has type I32, which cannot be dequantised"):
+        load_rank(path, SPEC, Layout(), 0)
+
+
+def info_of(data: bytes, name: bytes) -> int:
+    """Where, in a file, the info of a matrix goes on after the tensor's name: dimensions, type, offset."""
+    return data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+
+
+def test_tensors_that_do_not_lie_one_after_the_other_are_refused(llama, tmp_path):
+    path = tmp_path / "llama.gguf"
+    write_gguf(path, llama, SPEC, "Q8_0")
+    data = bytearray(path.read_bytes())
+    offset = info_of(data, b"blk.1.attn_q.weight") + 4 + 2 * 8 + 4
+    data[offset] ^= 32
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"llama.gguf: damaged GGUF file .*blk.1.attn_q.weight is said to begin at"):
+        load_rank(path, SPEC, Layout(), 0)
+
+
+def test_a_row_that_is_not_in_whole_blocks_is_refused(llama, tmp_path):
+    path = tmp_path / "llama.gguf"
+    write_gguf(path, llama, SPEC, "Q8_0")
+    data = bytearray(path.read_bytes())
+    data[info_of(data, b"blk.1.attn_q.weight") + 4] = 95
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"blk.1.attn_q.weight of shape \[192, 95\] is not in whole Q8_0 blocks of 32"):
+        load_rank(path, SPEC, Layout(), 0)
+
+
+def test_one_part_of_a_split_file_says_how_to_join_it(tmp_path):
+    path = tmp_path / "llama-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"one of 2 parts; join them with llama-gguf-split --merge"):
         load_rank(path, SPEC, Layout(), 0)
 
 
