@@ -8,6 +8,7 @@ store for the others.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
@@ -22,14 +23,15 @@ _POLL_S = 0.02
 class RollCall:
     """The members of one group, by group rank."""
 
-    def __init__(self, store: Store, rank: int, size: int, title: str) -> None:
-        """Writes this rank down and waits for all others, as long as the store's timeout. Raises `GroupError`."""
+    def __init__(self, store: Store, rank: int, size: int, title: str, timeout: timedelta) -> None:
+        """Writes this rank down and waits for all others. Raises `GroupError`."""
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in range(size) if peer != rank]
         began = time.monotonic()
         try:
             store.set(f"member/{rank}", str(ProcessId.current()))
+            store.wait([f"member/{peer}" for peer in self._peers], timeout)
             self._processes = {peer: self._read(peer) for peer in self._peers}
         except RuntimeError as error:
             waited_s = time.monotonic() - began

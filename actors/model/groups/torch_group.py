@@ -41,7 +41,7 @@ class TorchGroup(CountedGroup):
     """One rank of a process group, made by all members at the same time.
 
     Args:
-        store: the replica's store (`serve_store`, `join_store`).
+        store: the replica's store (`serve_store`, `join_store`); one client serves one thread at a time.
         name: of this group among those of the replica and its generations, for example ``"3/tp-0"``; equal on all members.
         device: ``cpu`` uses gloo, ``cuda`` NCCL (with the current CUDA device; one rank per GPU).
         host: address of this rank that its peers can reach; gloo listens there.
@@ -63,9 +63,8 @@ class TorchGroup(CountedGroup):
         self._sends: deque[tuple[Work, Tensor, int]] = deque()
         self._device = torch.device(device)
         prefixed = PrefixStore(name, store)
-        prefixed.set_timeout(self._timeout)
         title = f"{axis} group {name!r}, rank {rank} of {size}"
-        self._members = RollCall(prefixed, rank, size, title)
+        self._members = RollCall(prefixed, rank, size, title, self._timeout)
         try:
             self._group: Links | None = connect(prefixed, rank, size, self._device, host, self._timeout)
             # NCCL runs the two directions of a pair one after the other: sending both ways at once would wait for ever.
