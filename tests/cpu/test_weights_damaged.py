@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -65,7 +65,7 @@ def test_the_message_says_what_an_incomplete_file_lacks(good):
         load_rank(path, SPEC, Layout(), 0)
 
 
-@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=20_000)
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 def test_bytes_overwritten_in_the_header_never_crash(good, changes):
     data, start, path = good
@@ -75,7 +75,7 @@ def test_bytes_overwritten_in_the_header_never_crash(good, changes):
     refused_or_loaded(path, bytes(damaged))
 
 
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=20_000)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.sampled_from([2**63, 2**64 - 1, 2**62, 2**32, 2**31, 10**6]))
 def test_huge_numbers_in_the_header_are_refused_without_a_huge_allocation_or_a_long_loop(good, place, value):
     data, start, path = good
