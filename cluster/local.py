@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import secrets
 from dataclasses import dataclass
 from typing import Any
+
+from placement.hardware import ClusterSpec, NodeSpec
 
 NAMESPACE = "shardwright"
 
@@ -38,7 +41,7 @@ def connect(address: str | None = None, slots: int | None = None) -> Connection:
     cluster asks for a random token, so that no other program of the network can join it. Raises `ConnectionError`
     when no cluster answers at the address.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = address or configured_address()
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if address is None:
@@ -56,6 +59,17 @@ def connect(address: str | None = None, slots: int | None = None) -> Connection:
         common |= {"num_cpus": max(slots or 1, cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     context: Any = ray.init(address=address, **common)
     return Connection(address=str(context.address_info["address"]), embedded=address is None)
+
+
+def configured_address() -> str | None:
+    """The cluster that the environment names (``RAY_ADDRESS``), if any."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def this_machine(slots: int) -> ClusterSpec:
+    """The cluster that `connect` would embed: this machine, with all its memory and a seat for each rank."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return ClusterSpec(nodes=(NodeSpec(name=platform.node() or "localhost", slots=slots, memory_bytes=memory),))
 
 
 def _lock_embedded() -> None:

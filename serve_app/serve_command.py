@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster import local
+from cluster.settings import ReplicaSettings
 from placement.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings
 
@@ -39,7 +40,7 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     Raises `ModelError`, `LayoutError`, or exits with 2 after one message.
     """
     _set_logs(json_logs)
-    settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu")
+    settings = _preflight(args, address)
     port = _free_port(host, port)
     stop = _interrupts()
     try:
@@ -53,6 +54,13 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
             stop.wait()
     finally:
         _end(cluster)
+
+
+def _preflight(args: ServeArgs, address: str | None) -> ReplicaSettings:
+    """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
+    alone = address is None and not local.configured_address() and args.device != "cuda"
+    here = local.this_machine(Layout.parse(args.layout).devices) if alone else None
+    return replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
 
 
 def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threading.Event) -> None:
@@ -165,4 +173,5 @@ def _interrupts() -> threading.Event:
 def _set_logs(json_logs: bool) -> None:
     plain = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     structured = '{"time": "%(asctime)s", "level": "%(levelname)s", "logger": "%(name)s", "message": "%(message)s"}'
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.WARNING, format=structured if json_logs else plain)

@@ -7,19 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from cluster.settings import DEFAULT_CONTEXT, ReplicaSettings
+from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
 from placement import checkpoint_header, memory
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, LayoutError, require
-from placement.model_spec import ModelSpec
+from placement.model_spec import DType, ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30, "T": 10**12, "TI": 2**40}
 
 
 def _bytes(value: Any) -> Any:
     """``2GiB``, ``512M`` or a plain number as bytes; anything else is left to the validator."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
     return int(float(found[1]) * _UNITS[found[2]]) if found else value
 
 
@@ -54,14 +54,15 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
     layout = Layout.parse(args.layout)
     require(layout, spec, cluster)
     dtype = _dtype(args, spec, device)
+    length = _context(args, spec, layout, dtype)
     return ReplicaSettings(
         model_path=str(files.path),
         spec=spec,
         layout=layout,
         device=device,
         dtype=dtype,
-        max_model_len=_context(args, spec, layout, dtype),
-        kv_bytes=args.kv_bytes,
+        max_model_len=length,
+        kv_bytes=_kv_bytes(args, spec, layout, dtype, length, cluster),
         max_batch_tokens=args.max_batch_tokens,
         max_sequences=args.max_sequences,
         max_waiting=args.max_waiting,
@@ -74,13 +75,18 @@ def served_name(args: ServeArgs, files: ModelFiles) -> str:
     return args.served_name or files.name
 
 
-def _dtype(args: ServeArgs, spec: ModelSpec, device: str) -> Literal["float32", "bfloat16", "float16"]:
+def _dtype(args: ServeArgs, spec: ModelSpec, device: str) -> DType:
+    """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, and a quantised file is
+    computed in float32: its values are no bfloat16 numbers, and small models lose sense with the bits they lose.
+    """
     if args.dtype != "auto":
         return args.dtype
+    if device == "cpu" and spec.quantization is not None:
+        return "float32"
     return "bfloat16" if device == "cpu" and spec.dtype == "float16" else spec.dtype
 
 
-def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
+def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> int:
     """Longest sequence to serve: as asked, else the model's own limit, 8,192, or what the KV cache holds, if shorter."""
     asked = args.max_model_len or min(spec.max_position, DEFAULT_CONTEXT)
     if asked > spec.max_position:
@@ -95,3 +101,30 @@ def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: Literal["f
             f"give more kv_bytes, or max_model_len {fits} or less"
         )
     return min(asked, fits)
+
+
+def _kv_bytes(
+    args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, length: int, cluster: ClusterSpec | None
+) -> int | None:
+    """KV cache of a CPU rank: as asked, else 1 GiB, or what its share of the node leaves beside its weights, if less.
+
+    Raises `MemoryBudgetError` when the weights and one sequence of `length` tokens do not fit that share.
+    """
+    share = None if cluster is None else _share(layout, cluster)
+    if share is None:
+        return args.kv_bytes
+    needs = memory.rank_memories(spec, layout, dtype)
+    memory.num_blocks(needs, share, length)
+    left = min(share - rank.weight_bytes for rank in needs)
+    if args.kv_bytes is not None and args.kv_bytes > left:
+        raise memory.MemoryBudgetError(
+            f"kv_bytes {args.kv_bytes:,} is more than the {left:,} bytes that a rank's share of its node, {share:,} bytes, "
+            f"leaves beside {max(rank.weight_bytes for rank in needs):,} bytes of weights"
+        )
+    return args.kv_bytes or min(DEFAULT_KV_BYTES, left)
+
+
+def _share(layout: Layout, cluster: ClusterSpec) -> int | None:
+    """Memory of a rank where its node is fullest: a node's memory over the ranks it may have to hold. None: not known."""
+    known = [node.memory_bytes // min(node.slots, layout.devices) for node in cluster.nodes if node.slots and node.memory_bytes]
+    return min(known, default=None)
