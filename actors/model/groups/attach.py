@@ -60,6 +60,10 @@ class Roster:
             return f"rank {rank} (pid {self.process(rank).pid}) has died"
         return {CLOSED: f"rank {rank} has closed the group", FAILED: f"rank {rank} has failed"}.get(state)
 
+    def all_lost(self) -> list[str]:
+        """Why each lost rank is."""
+        return [why for rank in range(len(self._first)) if (why := self.lost(rank))]
+
 
 def attach(name: str, rank: int, geometry: Geometry, title: str, timeout_s: float) -> tuple[mmap.mmap, memoryview, Roster]:
     """Map the segment of group `name` and wait until all ranks have: its memory, also as 64-bit words, and who is in it.
@@ -74,9 +78,11 @@ def attach(name: str, rank: int, geometry: Geometry, title: str, timeout_s: floa
     words = memoryview(memory).cast("Q")
     roster = Roster(words, geometry, rank)
     roster.enter()
+    complete: Callable[[], bool]
     try:
-        _wait_until_all(roster, geometry.size, words, rank, title, began, timeout_s)
-    except GroupError:
+        complete = (lambda: not roster.absent()) if rank == 0 else (lambda: bool(words[0]))
+        _wait_until(complete, roster, segment.maker(path), title, began, timeout_s)
+    except BaseException:
         roster.leave(FAILED)
         path.unlink(missing_ok=True)
         raise
@@ -98,14 +104,16 @@ def _find(name: str, geometry: Geometry, title: str, deadline: float) -> tuple[P
     raise GroupError(f"{title}: rank 0 did not make the group {name!r} in {segment.DIRECTORY} in time")
 
 
-def _wait_until_all(
-    roster: Roster, size: int, words: memoryview, rank: int, title: str, began: float, timeout_s: float
+def _wait_until(
+    complete: Callable[[], bool], roster: Roster, maker: ProcessId, title: str, began: float, timeout_s: float
 ) -> None:
     """Rank 0 waits for the others; they wait for its word that the name is gone (the first word of the segment)."""
-    complete: Callable[[], bool] = (lambda: not roster.absent()) if rank == 0 else (lambda: bool(words[0]))
     while not complete():
         waited_s = time.monotonic() - began
-        lost = [why for peer in range(size) if (why := roster.lost(peer))]
+        lost = roster.all_lost()
+        # The maker may die between making the file and entering the roster.
+        if maker.has_ended() and not lost:
+            lost = [f"rank 0 (pid {maker.pid}) has died"]
         if lost and not complete():
             _refuse(title, f"{'; '.join(lost)} while the group was made")
         if waited_s > timeout_s:

@@ -90,6 +90,8 @@ def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
         finally:
             os.close(file)
             unfinished.unlink()
+    except FileExistsError as error:
+        raise GroupError(f"shared-memory group {name!r} is already being made by this process: {path} exists") from error
     except OSError as error:
         raise GroupError(
             f"shared-memory group {name!r} of {geometry.size} ranks needs {geometry.total_bytes / 2**20:.1f} MiB "
@@ -100,8 +102,8 @@ def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
 
 def find(name: str) -> Path | None:
     """The file of the group `name` whose maker still runs, if it is there."""
-    for path, maker in _files(_checked(name)):
-        if not path.name.endswith(_UNFINISHED) and maker.space == pid_space() and not maker.has_ended():
+    for path, process in _files(_checked(name)):
+        if not path.name.endswith(_UNFINISHED) and process.space == pid_space() and not process.has_ended():
             return path
     return None
 
@@ -121,10 +123,15 @@ def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
         os.close(file)
 
 
+def maker(path: Path) -> ProcessId:
+    """The process that made a file, from its name. Raises `ValueError` for names of another form."""
+    return ProcessId.parse(path.name.removesuffix(_UNFINISHED).split("-", 2)[2])
+
+
 def sweep() -> None:
     """Remove files whose makers have ended."""
-    for path, maker in _files("*"):
-        if maker.has_ended():
+    for path, process in _files("*"):
+        if process.has_ended():
             with suppress(OSError):
                 path.unlink()
 
@@ -132,8 +139,7 @@ def sweep() -> None:
 def _files(name: str) -> Iterator[tuple[Path, ProcessId]]:
     for path in DIRECTORY.glob(f"{PREFIX}-{name}-*"):
         with suppress(ValueError):
-            maker = path.name.removesuffix(_UNFINISHED).split("-", 2)[2]
-            yield path, ProcessId.parse(maker)
+            yield path, maker(path)
 
 
 def _checked(name: str) -> str:
