@@ -2,10 +2,12 @@
 
 A bucket is padded to its longest row, so its rows must be of like length. Rows are taken longest first; a row joins the
 bucket while padding it wastes at most a quarter of the longest row, or no more than 64 tokens (what another kernel call
-would cost). A long row whose blocks are consecutive is read in place instead: one more call is cheaper than a copy::
+would cost)::
 
-    blocks      [ 90 88 70 | 40 38 | 3 2 1 1 ]        gathered together, padding masked out with -inf
-    alone       [ 64 consecutive blocks ]             a view of the cache
+    blocks of each row    [ 90 88 70 | 40 38 | 3 2 1 1 ]        three buckets
+
+A bucket's pages are gathered and its padding masked with -inf. A bucket of one row whose blocks are consecutive is a view of
+the cache; splitting larger buckets into such views was slower than the copy it saves.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from actors.model.kv_cache import KVCache
 
 _WASTE = 0.25
 _FREE_TOKENS = 64
-_ALONE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,8 @@ class _Row:
 
 def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
     """Buckets that together hold every sequence with one query token."""
-    alone: list[_Row] = []
-    together: list[_Row] = []
-    for row in _rows(batch, cache.block_size, window):
-        in_place = row.stop >= _ALONE_TOKENS and consecutive(row.blocks)
-        (alone if in_place else together).append(row)
-    together.sort(key=lambda row: -len(row.blocks))
-    buckets = [[row] for row in alone] + _bucket(together, cache.block_size)
-    return [_merge_rows(bucket, cache) for bucket in buckets]
+    rows = sorted(_rows(batch, cache.block_size, window), key=lambda row: -len(row.blocks))
+    return [_merge_rows(bucket, cache) for bucket in _bucket(rows, cache.block_size)]
 
 
 def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[_Row]:

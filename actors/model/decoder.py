@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         self.embed = build.embedding() if own.first_stage else ReceivedHidden()
         self.layers = nn.ModuleDict({str(layer): build.layer(layer) for layer in own.layers})
         self.norm = build.norm("norm") if own.last_stage else nn.Identity()
-        self.head = build.head(self.embed) if own.last_stage else NoHead(own)
+        self.head = build.head() if own.last_stage else NoHead(own)
         self._rope = Rope(spec.rope, spec.head_dim, device)
         self._attention = attention
 
@@ -108,34 +108,57 @@ class Layer(nn.Module):
 class GroupedAttention(nn.Module):
     """Grouped-query attention over this rank's heads, with rotary positions and a paged cache."""
 
-    def __init__(self, spec: ModelSpec, own: Shard, layer: int, backend: AttentionBackend, parts: dict[str, nn.Module]) -> None:
+    def __init__(
+        self, spec: ModelSpec, own: Shard, layer: int, backend: AttentionBackend, qkv: ColumnParallel, o: RowParallel
+    ) -> None:
         super().__init__()
-        self.qkv, self.q_norm, self.k_norm, self.o = (parts[name] for name in ("qkv", "q_norm", "k_norm", "o"))
-        self._heads = [len(own.q_heads), len(own.kv_heads), len(own.kv_heads)]
+        self.qkv, self.o = qkv, o
+        self._q_heads, self._kv_heads = len(own.q_heads), len(own.kv_heads)
         self._head_dim, self._scale = spec.head_dim, spec.head_dim**-0.5
         self._layer, self._window, self._backend = layer, spec.windows[layer], backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x).view(x.shape[0], sum(self._heads), self._head_dim).split(self._heads, 1)
-        q, k = step.rotate(self.q_norm(q)), step.rotate(self.k_norm(k))
+        heads = self.qkv(x).view(x.shape[0], self._q_heads + 2 * self._kv_heads, self._head_dim)
+        rotated = self._q_heads + self._kv_heads
+        qk, v = heads[:, :rotated], heads[:, rotated:]
+        q, k = self._split(step.rotate(self._normed(qk)))
         out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale)
         return self.o(out.flatten(1))  # type: ignore[no-any-return]
 
+    def _normed(self, qk: Tensor) -> Tensor:
+        """Query and key heads [tokens, q_heads + kv_heads, head_dim] as they go into the rotation."""
+        return qk
+
+    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        return qk[:, : self._q_heads], qk[:, self._q_heads :]
+
+
+class NormedAttention(GroupedAttention):
+    """`GroupedAttention` with an RMS norm over each query and key head before the rotation (Qwen3)."""
+
+    def __init__(self, *parts: Any, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
+        super().__init__(*parts)
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        q, k = self._split(qk)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+
 
 class _Builder:
-    """Makes modules around the rows of the shard table; a row that is not there is a bias or norm the model has not."""
+    """Makes modules around the rows of the shard table; a bias that has no row there is one the model has not."""
 
     def __init__(
         self,
         spec: ModelSpec,
         own: Shard,
         tp: Group,
-        attention: AttentionBackend,
+        backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self._spec, self._own, self._tp, self._attention = spec, own, tp, attention
+        self._spec, self._own, self._tp, self._backend = spec, own, tp, backend
         self._table = {
             row.name: nn.Parameter(torch.empty(row.shape, dtype=dtype, device=device), requires_grad=False)
             for row in parameters(spec, own)
@@ -144,22 +167,21 @@ class _Builder:
     def embedding(self) -> VocabularyEmbedding:
         return VocabularyEmbedding(self._table["embed.weight"], self._own.vocab, self._tp)
 
-    def head(self, embed: nn.Module) -> VocabularyHead:
+    def head(self) -> VocabularyHead:
         """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
         return VocabularyHead(weight, self._own.vocab, self._spec.vocab_size)
 
     def layer(self, index: int) -> Layer:
         at = f"layers.{index}"
-        parts = {
-            "qkv": self.column(f"{at}.attn.qkv"),
-            "q_norm": self.optional_norm(f"{at}.attn.q_norm"),
-            "k_norm": self.optional_norm(f"{at}.attn.k_norm"),
-            "o": self.row(f"{at}.attn.o"),
-        }
-        attn = GroupedAttention(self._spec, self._own, index, self._attention, parts)
         mlp = GatedMLP(self.column(f"{at}.mlp.gate_up"), self.row(f"{at}.mlp.down"))
-        return Layer(self.norm(f"{at}.input_norm"), attn, self.norm(f"{at}.post_norm"), mlp)
+        return Layer(self.norm(f"{at}.input_norm"), self.attention(index, f"{at}.attn"), self.norm(f"{at}.post_norm"), mlp)
+
+    def attention(self, index: int, at: str) -> GroupedAttention:
+        parts = (self._spec, self._own, index, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"))
+        if self._spec.qk_norm == "head":
+            return NormedAttention(*parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
+        return GroupedAttention(*parts)
 
     def column(self, name: str) -> ColumnParallel:
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
@@ -169,6 +191,3 @@ class _Builder:
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._table[f"{name}.weight"], self._spec.norm_eps)
-
-    def optional_norm(self, name: str) -> nn.Module:
-        return self.norm(name) if f"{name}.weight" in self._table else nn.Identity()

@@ -16,18 +16,34 @@ from torch.nn import functional as F
 from actors.model.group import Group
 
 _ROW_MULTIPLE = 4
+_FEW_ROWS = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; a row's result does not depend on how many rows ride along (fp32 on CPU, one thread).
-
-    The CPU kernel treats the last one to three rows differently, which would make a request's bits depend on its
-    neighbours; so rows are padded to a multiple of four there.
-    """
-    rows = x.shape[0]
-    if x.dtype is torch.float32 and rows % _ROW_MULTIPLE and x.device.type == "cpu":
-        return F.linear(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weight, bias)[:rows]
+    """``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs]; the only caller of a matrix kernel."""
+    if x.device.type == "cpu":
+        if x.dtype is torch.float32:
+            return _padded_linear(x, weight, bias)
+        if x.dtype is torch.bfloat16 and 0 < x.shape[0] <= _FEW_ROWS:
+            return _few_rows_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows padded to a multiple of four: the fp32 kernel computes the last one to three differently, and a request's bits
+    should not depend on how many rows ride along."""
+    rows = x.shape[0]
+    if rows % _ROW_MULTIPLE == 0:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weight, bias)[:rows]
+
+
+def _few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product the other way round, ``weight @ x.T``: `F.linear` lays the whole weight out anew on each call, which costs
+    more than the product itself while rows are few (measured: 1.3 to 2 times faster up to 32 rows, slower from 64)."""
+    single = x.shape[0] == 1
+    out = torch.mv(weight, x[0])[None] if single else torch.mm(weight, x.t().contiguous()).t().contiguous()
+    return out if bias is None else out.add_(bias)
 
 
 class ColumnParallel(nn.Module):

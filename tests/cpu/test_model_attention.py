@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from actors.model.attention import choose
 from actors.model.attention_cpu import CpuAttention
@@ -395,4 +394,3 @@ def test_a_wheel_for_another_torch_is_passed_over() -> None:
 
 def test_cpu_gets_the_cpu_backend() -> None:
     assert isinstance(choose("cpu", torch.bfloat16), CpuAttention)
-    assert F is not None
