@@ -90,6 +90,8 @@ def test_top_k_of_one_is_greedy(seed: int, noise_seed: int, temperature: float, 
     assert sample(logits, params).token == int(logits.argmax())
     nearly_zero = SamplingParams(temperature=temperature, top_p=1e-9, seed=noise_seed)
     assert sample(logits, nearly_zero).token == int(logits.argmax())
+    only_the_best = SamplingParams(temperature=temperature, min_p=1.0, seed=noise_seed)
+    assert sample(logits, only_the_best).token == int(logits.argmax())
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=1), SamplingParams(temperature=1e-9)], ids=str)
