@@ -24,7 +24,7 @@ def connect(layout: Layout, world_rank: int, device: Device, rendezvous: Rendezv
 
 def _group(axis: str, members: list[int], world_rank: int, device: Device, rendezvous: Rendezvous) -> Group:
     rank, size = members.index(world_rank), len(members)
-    name = f"{rendezvous.token}-{axis}-{members[0]}"
+    name = f"{rendezvous.token}.{axis}.{members[0]}"
     if size == 1:
         return SoloGroup(axis)
     one_node = len({rendezvous.nodes[member] for member in members}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from types import FrameType
 
 from rich.console import Console
@@ -70,6 +71,7 @@ def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threadi
 
     from serve_app.app import APP_NAME, build
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
@@ -136,14 +138,14 @@ def _end(cluster: local.Connection) -> None:
 
     from serve_app.app import APP_NAME
 
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    try:
-        if cluster.embedded:
-            serve.shutdown()
-        else:
-            serve.delete(APP_NAME)
-    finally:
-        ray.shutdown()
+    with redirect_stderr(io.StringIO()):  # Ray reports the end of its own actors as errors
+        try:
+            if cluster.embedded:
+                serve.shutdown()
+            else:
+                serve.delete(APP_NAME)
+        finally:
+            ray.shutdown()
 
 
 def _free_port(host: str, port: int) -> int:
@@ -173,5 +175,4 @@ def _interrupts() -> threading.Event:
 def _set_logs(json_logs: bool) -> None:
     plain = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     structured = '{"time": "%(asctime)s", "level": "%(levelname)s", "logger": "%(name)s", "message": "%(message)s"}'
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.WARNING, format=structured if json_logs else plain)
