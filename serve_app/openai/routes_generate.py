@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from serve_app.backend import Backend
@@ -50,7 +50,7 @@ def add_generation(router: APIRouter, model: ServedModel, backend: Backend, sett
             body = await read_object(request, settings.max_body_bytes)
             job = await make_job(body, _origin(request))
             return await Answering(job, backend, settings, observation).answer(request.receive)
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             observation.close(CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         except asyncio.CancelledError:

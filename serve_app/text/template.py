@@ -50,7 +50,9 @@ class ChatTemplate:
         except TemplateError:
             raise
         except Exception as error:  # a template is a program: anything may go wrong in it
-            raise TemplateError(f"the chat template failed: {error}") from error
+            # Jinja's own messages speak of the template; others may quote the conversation.
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
+            raise TemplateError(f"the chat template failed: {reason}") from error
         return _cut_after(text, str(messages[-1]["content"])) if continue_final_message else text
 
 

@@ -96,3 +96,23 @@ async def test_a_hundred_normal_requests_cancel_nothing(endpoint, stream):
     await asyncio.gather(*(call(api.app, body) for _ in range(100)))
     assert len(api.backend.finished) == 200
     assert api.backend.cancelled == []
+
+
+async def test_a_client_that_leaves_while_sending_its_request(endpoint):
+    api = endpoint([b"AB"])
+    sent = []
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "method": "POST", "path": "/v1/completions", "root_path": "",
+        "scheme": "http", "query_string": b"", "headers": [], "http_version": "1.1",
+    }  # fmt: skip
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive():
+        return next(parts)
+
+    async def send(message):
+        sent.append(message)
+
+    await api.app(scope, receive, send)
+    assert api.backend.requests == []
+    assert 'status="499"} 1.0' in (await api.client.get("/metrics")).text

@@ -252,7 +252,7 @@ async def test_request_ids(endpoint):
 
 
 async def test_metrics_add_up(endpoint):
-    api = endpoint([b"AB", b"CD"])
+    api = endpoint([[65], [66, 67]])  # and the end token: 4 tokens, 3 of them after the first
     await api.both(COMPLETIONS, {"prompt": "xyz", "n": 2})
     text = (await api.client.get("/metrics")).text
     for line in (
@@ -261,9 +261,9 @@ async def test_metrics_add_up(endpoint):
         'shardwright_requests_running{endpoint="completions"} 0.0',
         "shardwright_prompt_tokens_total 6.0",
         "shardwright_cached_prompt_tokens_total 8.0",
-        "shardwright_generated_tokens_total 12.0",
+        "shardwright_generated_tokens_total 16.0",
         'shardwright_time_to_first_token_seconds_count{endpoint="completions"} 4.0',
-        'shardwright_time_per_output_token_seconds_count{endpoint="completions"} 8.0',
+        'shardwright_time_per_output_token_seconds_count{endpoint="completions"} 12.0',
         'shardwright_request_seconds_count{endpoint="completions"} 2.0',
         'shardwright_engine_waiting{replica="r0"} 3.0',
     ):
