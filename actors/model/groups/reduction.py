@@ -10,17 +10,20 @@ from torch import Tensor
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The element-wise sum of `parts` (same shape and dtype), added one after another: ``((p0 + p1) + p2) + ...``.
 
     bf16 and fp16 are accumulated in fp32 and rounded once at the end; other dtypes in their own. ``torch.sum`` is not
-    used: its order of additions may depend on where an element sits. Returns new memory, or ``parts[0]`` itself if it
-    is the only part.
+    used: its order of additions may depend on where an element sits. Returns `out`, else new memory, else (for a single
+    part) the part itself.
     """
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] if out is None else out.copy_(parts[0])
     dtype = parts[0].dtype
-    total = parts[0].float().add_(parts[1]) if dtype in _NARROW else torch.add(parts[0], parts[1])
+    narrow = dtype in _NARROW
+    total = parts[0].float().add_(parts[1]) if narrow else torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         total.add_(part)
-    return total.to(dtype)
+    if not narrow:
+        return total
+    return total.to(dtype) if out is None else out.copy_(total)

@@ -98,19 +98,17 @@ class SharedMemoryGroup(CountedGroup):
         if self.size > 2 and x.nbytes > _GATHER_BYTES:
             sizes = [len(part) for part in torch.tensor_split(flat, self.size)]
             return self._gather("all_reduce", self._scatter_sum("all_reduce", flat, sizes), sizes).view(x.shape)
+        out = torch.empty_like(flat)
         chunk = self._slot_bytes // x.itemsize
-        if flat.numel() <= chunk:
-            return self._sum_whole(flat).view(x.shape)
-        return torch.cat([self._sum_whole(part) for part in torch.split(flat, chunk)]).view(x.shape)
-
-    def _sum_whole(self, flat: Tensor) -> Tensor:
-        """The sum of `flat` (``[elements]``, no more than a slot holds) in one step."""
-        count, dtype = flat.numel(), flat.dtype
         with self._speaking_of("all_reduce") as steps:
-            slots = steps.begin()
-            slots[self.rank][dtype][:count].copy_(flat)
-            steps.finish("all_reduce", dtype, count)
-        return sum_in_rank_order([flat if rank == self.rank else slots[rank][dtype][:count] for rank in range(self.size)])
+            for at in range(0, len(flat), chunk):
+                own = flat[at : at + chunk]
+                slots = steps.begin()
+                slots[self.rank][x.dtype][: len(own)].copy_(own)
+                steps.finish("all_reduce", x.dtype, len(flat))
+                terms = [own if rank == self.rank else slots[rank][x.dtype][: len(own)] for rank in range(self.size)]
+                sum_in_rank_order(terms, out=out[at : at + chunk])
+        return out.view(x.shape)
 
     def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         return self._gather("all_gather", x, sizes)
@@ -147,7 +145,7 @@ class SharedMemoryGroup(CountedGroup):
                 steps.finish(operation, x.dtype, x.numel())
                 own = mine[at : at + lane]
                 terms = [own if rank == self.rank else self._lane(slots[rank], own) for rank in range(self.size)]
-                flat_out[at : at + lane].copy_(sum_in_rank_order(terms))
+                sum_in_rank_order(terms, out=flat_out[at : at + lane])
         return out
 
     def _all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
