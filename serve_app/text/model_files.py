@@ -73,7 +73,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _read_gguf(path: Path) -> TextFiles:
-    fields = GGUFReader(path).fields
+    try:
+        fields = GGUFReader(path).fields
+    except (ValueError, IndexError) as error:
+        raise TokenizerError(f"{path} is not a whole GGUF file: {error}") from error
     found = {key[len(_GGUF_PREFIX) :]: field.contents() for key, field in fields.items() if key.startswith(_GGUF_PREFIX)}
     if "model" not in found or found["model"] == "none":
         return TextFiles(None, None)
