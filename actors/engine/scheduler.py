@@ -214,6 +214,8 @@ class Scheduler:
             self._gather(sequence, scored)
         if row.sample != (sampled is not None):
             raise ResultMismatch(f"step samples {row.sample} for sequence {row.sequence_id}, result holds {sampled!r}")
+        if sampled is not None and sampled.error is not None:
+            return self._end(sequence, "error", sampled.error)
         if sampled is not None:
             return self._speak(sequence, sampled)
         if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.prompt_length:

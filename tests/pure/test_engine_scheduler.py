@@ -408,3 +408,17 @@ def test_a_large_prompt_is_not_overtaken_by_small_ones() -> None:
     bench.step()
     bench.add(request("large", [2] * 27, 2), *(request(f"later{i}", [3], 2) for i in range(3)))
     assert order_of_first_tokens(bench)[:2] == ["small", "large"]
+
+
+def test_a_row_without_a_possible_token_ends_that_request_only() -> None:
+    bench = Bench(config())
+    bench.add(request("bad", [1, 2]), request("good", [3, 4]))
+    plan = bench.scheduler.schedule(1.0)
+    assert plan is not None
+    result = bench.rank.run(plan)
+    spoiled = [item.model_copy(update={"error": "NaN logits"}) if at == 0 else item for at, item in enumerate(result.sampled)]
+    events = bench.scheduler.update(result.model_copy(update={"sampled": spoiled}), 1.0)
+    assert [(event.request_id, event.tokens == [], event.finish, event.error) for event in events] == [
+        ("bad", True, "error", "NaN logits"),
+        ("good", False, None, None),
+    ]

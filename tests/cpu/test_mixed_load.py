@@ -1,0 +1,80 @@
+"""Two hundred requests at once through the real engine and ranks: lengths, stops, aborts, preemptions, seeds, priorities.
+
+All finish, every block comes back, and what each gets is what it gets when it is alone.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.engine.config import EngineConfig
+from actors.messages import GenerateRequest, SamplingParams
+from tests.inprocess import in_process
+from tests.tiny_models import tiny
+
+ROOMY = EngineConfig(block_size=4, num_blocks=400, max_model_len=96, max_batch_tokens=64, max_sequences=16)
+CRAMPED = EngineConfig(block_size=4, num_blocks=40, max_model_len=96, max_batch_tokens=64, max_sequences=16)
+
+
+def requests(count: int, seed: int) -> list[GenerateRequest]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(101) for _ in range(24)]
+    made = []
+    for number in range(count):
+        prompt = shared[: rng.choice([0, 0, 8, 24])] + [rng.randrange(101) for _ in range(rng.randint(1, 30))]
+        sampling = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 0, 5]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            seed=number,
+            stop_token_ids=tuple(rng.sample(range(101), rng.choice([0, 3]))),
+            min_tokens=rng.choice([0, 4]),
+            logprobs=0,
+        )
+        made.append(
+            GenerateRequest(
+                request_id=f"r{number}",
+                prompt=prompt,
+                max_tokens=rng.randint(1, 30),
+                sampling=sampling,
+                priority=rng.choice([0, 0, 1]),
+                tenant=rng.choice(["a", "b"]),
+                cache_salt=rng.choice(["", "salt"]),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2,pp=2"])
+def test_mixed_load_equals_one_at_a_time(layout: str) -> None:
+    model = tiny("llama3")
+    work = requests(200, seed=3)
+    aborted = {request.request_id for request in random.Random(4).sample(work, 30)}
+    with in_process(model, layout, CRAMPED) as replica:
+        waiting = [(request, replica.submit(request)) for request in work]
+        for request in work:
+            if request.request_id in aborted:
+                replica.engine.cancel(request.request_id)
+        together = {request.request_id: replica.finish(events) for request, events in waiting}
+        stats = replica.engine.stats()
+    assert stats.preemptions > 0
+    assert stats.cache_hit_tokens > 0
+    assert (stats.running, stats.waiting, stats.free_blocks + stats.cached_blocks) == (0, 0, CRAMPED.num_blocks)
+    assert {name for name, event in together.items() if event.finish == "abort"} <= aborted
+    with in_process(model, "", ROOMY) as alone:
+        for request in work:
+            expected, found = alone.run(request), together[request.request_id]
+            if found.finish == "abort":
+                assert found.tokens == expected.tokens[: len(found.tokens)]
+            else:
+                assert_same(found, expected, request.request_id)
+
+
+def assert_same(found, expected, name: str) -> None:
+    """Equal tokens and reasons; log-probabilities within rounding."""
+    assert (found.tokens, found.finish) == (expected.tokens, expected.finish), name
+    for a, b in zip(found.logprobs, expected.logprobs, strict=True):
+        assert abs(a.logprob - b.logprob) < 1e-4, name
