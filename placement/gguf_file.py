@@ -1,7 +1,7 @@
 """The header of a GGUF file: its key-value fields and its tensor directory, without the data.
 
 ``gguf.GGUFReader`` reads the same, but makes arrays of every entry of every array: 4 s for the 49,152 tokens and merges of
-SmolLM2. Here arrays of more than `_LONGEST` entries (the tokeniser) are stepped over, and only their length is kept.
+SmolLM2. Here arrays of more than `_LONGEST` entries (the tokeniser) are stepped over unless they are asked for.
 
     "GGUF" | version u32 | num_tensors u64 | num_fields u64
     fields:  name | type u32 | value          (array: type u32 | count u64 | entries)
@@ -80,11 +80,11 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == struct.pack("<I", GGUF_MAGIC)
 
 
-def read_header(path: Path) -> GGUFHeader:
-    """The header of a GGUF file. Raises `ModelError` on a truncated or broken one."""
+def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
+    """The header of a GGUF file, with or without its long arrays. Raises `ModelError` on a truncated or broken one."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        reader = _Reader(file, size)
+        reader = _Reader(file, size, long_arrays)
         try:
             return reader.header()
         except (EOFError, ValueError, struct.error) as error:
@@ -95,9 +95,10 @@ def read_header(path: Path) -> GGUFHeader:
 class _Reader:
     """Walks through a header. `reading` says what is being read, for errors."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int, long_arrays: bool) -> None:
         self._file = file
         self._size = size
+        self._long_arrays = long_arrays
         self.reading = "its first bytes"
 
     def header(self) -> GGUFHeader:
@@ -142,14 +143,22 @@ class _Reader:
         kind, length = GGUFValueType(self._number("<I")), self._number("<Q")
         if kind is GGUFValueType.ARRAY:
             raise ValueError("arrays of arrays are not known")
-        if length <= _LONGEST:
+        if length <= _LONGEST or (self._long_arrays and kind is GGUFValueType.STRING):
             return [self._value(kind) for _ in range(length)]
+        if self._long_arrays:
+            return self._numbers(_FORMATS[kind], length)
         if kind is GGUFValueType.STRING:
             for _ in range(length):
                 self._skip(self._number("<Q"))
         else:
             self._skip(length * struct.calcsize(_FORMATS[kind]))
         return LongArray(length)
+
+    def _numbers(self, form: str, length: int) -> list[Any]:
+        size = length * struct.calcsize(form)
+        if size > self._size:
+            raise EOFError("it ends too early")
+        return list(np.frombuffer(self._take(size), np.dtype(form)).tolist())
 
     def _tensor(self) -> TensorInfo:
         name = self._text()

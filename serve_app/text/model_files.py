@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-
+from placement.gguf_file import read_header
+from placement.model_spec import ModelError
 from serve_app.text import gguf_tokenizer
 from serve_app.text.template import ChatTemplate
 from serve_app.text.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json
@@ -74,10 +74,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _read_gguf(path: Path) -> TextFiles:
     try:
-        fields = GGUFReader(path).fields
-    except (ValueError, IndexError) as error:
-        raise TokenizerError(f"{path} is not a whole GGUF file: {error}") from error
-    found = {key[len(_GGUF_PREFIX) :]: field.contents() for key, field in fields.items() if key.startswith(_GGUF_PREFIX)}
+        fields = read_header(path, long_arrays=True).fields
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
+    found = {key.removeprefix(_GGUF_PREFIX): value for key, value in fields.items() if key.startswith(_GGUF_PREFIX)}
     if "model" not in found or found["model"] == "none":
         return TextFiles(None, None)
     tokenizer = gguf_tokenizer.build(found)
@@ -87,6 +87,6 @@ def _read_gguf(path: Path) -> TextFiles:
     template = fields.get("tokenizer.chat_template")
     return TextFiles(
         tokenizer,
-        None if template is None else ChatTemplate(template.contents(), names),
+        None if template is None else ChatTemplate(template, names),
         found.get("bos_token_id"),
     )
