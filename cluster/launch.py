@@ -15,13 +15,13 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util import get_node_ip_address, list_named_actors
+from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
-from actors.rank import Rank
 from cluster.local import NAMESPACE
+from cluster.rank_actor import RankActor
 from cluster.settings import ReplicaSettings
 from placement.bundles import bundle_of
 from placement.memory import BLOCK_TOKENS
@@ -30,19 +30,6 @@ from placement.model_spec import ModelError
 
 class LaunchError(RuntimeError):
     """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
-
-
-class RankActor(Rank):
-    """A rank as a Ray actor: adds what only Ray knows."""
-
-    @ray.method(concurrency_group="control")
-    def progress(self) -> RankStatus:
-        """`status`, answered while `run` occupies the actor's main thread."""
-        return self.status()
-
-    def where(self) -> Place:
-        """The node, address and process of this rank."""
-        return self.place(ray.get_runtime_context().get_node_id(), str(get_node_ip_address()))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""A rank as a Ray actor: adds what only Ray knows, and keeps torch out of every process but the ranks' own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ray
+from ray.util import get_node_ip_address
+
+from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
+
+if TYPE_CHECKING:
+    from actors.rank import Rank
+
+
+class RankActor:
+    """Holds a `Rank`. It is imported here, in the actor's process: whoever creates the actor needs no torch."""
+
+    def __init__(self, config: RankConfig) -> None:
+        from actors.rank import Rank
+
+        self._rank: Rank = Rank(config)
+
+    def where(self) -> Place:
+        """The node, address and process of this rank."""
+        return self._rank.place(ray.get_runtime_context().get_node_id(), str(get_node_ip_address()))
+
+    def serve_store(self, token: str, host: str) -> int:
+        """See `Rank.serve_store`."""
+        return self._rank.serve_store(token, host)
+
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """See `Rank.connect`."""
+        self._rank.connect(rendezvous)
+
+    def load(self) -> Loaded:
+        """See `Rank.load`."""
+        return self._rank.load()
+
+    def run(self, address: str, token: str, num_blocks: int) -> None:
+        """See `Rank.run`."""
+        self._rank.run(address, token, num_blocks)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> RankStatus:
+        """`Rank.status`, answered while `run` occupies the actor's main thread."""
+        return self._rank.status()
