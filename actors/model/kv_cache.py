@@ -13,8 +13,6 @@ Pages start as zeros, not as whatever memory held: attention reads the unused en
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -41,8 +39,11 @@ class KVCache:
         self.device = torch.device(device)
         shape = (2, kv_heads, num_blocks, block_size, head_dim)
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        # Made once: on CPU a view costs about as much as reading a short page.
+        self._runs = [pages.view(2, kv_heads, num_blocks * block_size, head_dim) for pages in self._layers]
+        self._rows = [pages.view(2 * kv_heads * num_blocks, block_size * head_dim) for pages in self._layers]
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Memory of all pages, in bytes."""
         return sum(pages.nbytes for pages in self._layers)
@@ -61,11 +62,11 @@ class KVCache:
 
     def runs(self, layer: int) -> Tensor:
         """[2, kv_heads, num_blocks * block_size, head_dim]: pages end to end, indexed by slot."""
-        return self.pages(layer).view(2, self.kv_heads, self.num_blocks * self.block_size, self.head_dim)
+        return self._runs[layer - self.layers.start]
 
     def flat_pages(self, layer: int) -> Tensor:
         """[2 * kv_heads * num_blocks, block_size * head_dim]: one row a page, to gather with a flat index (see `page_rows`)."""
-        return self.pages(layer).view(2 * self.kv_heads * self.num_blocks, self.block_size * self.head_dim)
+        return self._rows[layer - self.layers.start]
 
     def page_rows(self, block_tables: Tensor) -> Tensor:
         """Rows of `flat_pages` that hold the blocks [rows, blocks] of every head: [2 * rows * kv_heads * blocks]."""
@@ -78,6 +79,6 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store `k` and `v` [tokens, kv_heads, head_dim] at `slots` [tokens] (slot = block * block_size + offset)."""
-        runs = self.runs(layer)
-        runs[0].index_copy_(1, slots, k.transpose(0, 1))
-        runs[1].index_copy_(1, slots, v.transpose(0, 1))
+        keys, values = self.runs(layer)
+        keys.index_copy_(1, slots, k.transpose(0, 1))
+        values.index_copy_(1, slots, v.transpose(0, 1))

@@ -78,3 +78,21 @@ def test_a_window_wider_than_a_query_block() -> None:
 def test_stretched_positions_equal_transformers(rope: str, size: int) -> None:
     sequences = sequences_of(20, 33, 64, 100)
     check(tiny("llama2", rope=rope), sequences, chunked(sequences, size, decode=2))
+
+
+class SharedPrefix(Pages):
+    """The second sequence finds its first three blocks (12 tokens) in the first one's cache."""
+
+    def tables(self, sequences: list[list[int]]) -> list[list[int]]:
+        first, second = super().tables(sequences)
+        return [first, first[:3] + second[3:]]
+
+
+@pytest.mark.parametrize("size", [1, 3, 9, 1000])
+@pytest.mark.parametrize("family", ["qwen2_alternating", "mistral", "llama2"])
+def test_a_prefix_hit_in_the_middle_of_a_window(family: str, size: int) -> None:
+    first, second = sequences_of(30, 45)
+    second[:12] = first[:12]
+    hit = [[(1, start, min(size, 45 - start))] for start in range(12, 45, size)]
+    _, logits = run(tiny(family), ONE, [first, second], [[(0, 0, 30)], *hit], SharedPrefix())
+    torch.testing.assert_close(logits, tiny(family).logits(second)[12:], atol=TOLERANCE, rtol=TOLERANCE)
