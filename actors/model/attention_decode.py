@@ -92,11 +92,11 @@ def _merge_rows(bucket: list[_Row], cache: KVCache) -> DecodeBucket:
         return DecodeBucket(slice(row.token, row.token + 1), source(cache, row.blocks, row.first, row.stop), None)
     longest = max(len(row.blocks) for row in bucket)
     # Short rows repeat their own last block: a neighbour's NaN must not reach them through a weight of 0.
-    tables = torch.tensor([row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket], device=cache.device)
+    tables = [row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket]
     keys = longest * cache.block_size
     return DecodeBucket(
         _token_rows([row.token for row in bucket], cache.device),
-        Gather(cache.page_rows(tables), len(bucket), 0, keys),
+        Gather(cache, tables, 0, keys),
         _mask(bucket, keys, cache.device),
     )
 

@@ -28,21 +28,27 @@ class Run:
         return run[0].unsqueeze(0), run[1].unsqueeze(0)
 
 
-@dataclass(frozen=True)
 class Gather:
-    """Whole blocks of `batch` sequences, of which the tokens ``[skip, skip + length)`` are read."""
+    """Whole blocks of some sequences, of which the tokens ``[first, stop)`` are read.
 
-    rows: Tensor
-    """Rows of `KVCache.flat_pages`."""
-    batch: int
-    skip: int
-    length: int
+    All layers of a step gather into one buffer (fresh memory for each layer costs page faults), so what `read` returns holds
+    until the next `read`.
+    """
+
+    def __init__(self, cache: KVCache, block_tables: list[list[int]], first: int, stop: int) -> None:
+        tables = torch.tensor(block_tables, device=cache.device)
+        self.rows = cache.page_rows(tables)
+        self.batch, self.blocks = tables.shape
+        self._first, self._stop = first, stop
+        shape = (len(self.rows), cache.block_size * cache.head_dim)
+        self._pages = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+        self._tokens = self._pages.view(2, self.batch, cache.kv_heads, self.blocks * cache.block_size, cache.head_dim)
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [batch, kv_heads, length, head_dim]."""
-        pages = cache.flat_pages(layer).index_select(0, self.rows)
-        tokens = pages.view(2, self.batch, cache.kv_heads, -1, cache.head_dim).narrow(3, self.skip, self.length)
-        return tokens[0], tokens[1]
+        """K and V, each [sequences, kv_heads, stop - first, head_dim]."""
+        torch.index_select(cache.flat_pages(layer), 0, self.rows, out=self._pages)
+        keys, values = self._tokens[:, :, :, self._first : self._stop]
+        return keys, values
 
 
 Source = Run | Gather
@@ -55,7 +61,7 @@ def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Sou
     skip = first % size
     if consecutive(blocks):
         return Run(blocks[0] * size + skip, stop - first)
-    return Gather(cache.page_rows(torch.tensor([blocks], device=cache.device)), 1, skip, stop - first)
+    return Gather(cache, [blocks], skip, skip + stop - first)
 
 
 def consecutive(blocks: list[int]) -> bool:

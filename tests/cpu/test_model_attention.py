@@ -147,7 +147,7 @@ def test_rows_of_unlike_length_are_not_padded_to_each_other() -> None:
     lengths = [4000, 3900, 3100, 1000, 900, 40, 30, 3]
     batch = decode_batch(lengths, 16)
     buckets = plan_decode(batch, cache, None)
-    sizes = sorted(len(bucket.keys.rows) // 2 if isinstance(bucket.keys, Gather) else 0 for bucket in buckets)
+    sizes = sorted(bucket.keys.batch * bucket.keys.blocks if isinstance(bucket.keys, Gather) else 0 for bucket in buckets)
     padded, needed = sum(sizes), sum(-(-length // 16) for length in lengths)
     assert len(buckets) == 3
     assert padded <= 1.35 * needed
