@@ -26,6 +26,7 @@ from actors.runner import Runner
 from actors.sampler import Sampler
 from placement import mesh, shards
 from placement.layout import Layout
+from placement.shards import Shard
 from tests.tiny_models import TinyModel
 
 _TOKEN = "in-process"
@@ -62,13 +63,13 @@ class InProcess:
 
 
 @contextmanager
-def in_process(model: TinyModel, layout: str, config: EngineConfig) -> Iterator[InProcess]:
+def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch.dtype = torch.float32) -> Iterator[InProcess]:
     """A running replica of `model` under `layout`."""
     parsed = Layout.parse(layout)
     axes = {axis: _axis_groups(parsed, axis) for axis in ("tp", "pp")}
     link = ZmqEngineLink(parsed.world, parsed.world - parsed.tp, _TOKEN)
     ranks = [
-        threading.Thread(target=_rank, args=(model, parsed, rank, axes, config, link.address), daemon=True)
+        threading.Thread(target=_rank, args=(model, parsed, rank, axes, config, link.address, dtype), daemon=True)
         for rank in range(parsed.world)
     ]
     for rank in ranks:
@@ -93,17 +94,29 @@ def _axis_groups(layout: Layout, axis: str) -> dict[int, Group]:
     return found
 
 
+def loaded(model: TinyModel, own: Shard, tp: Group, dtype: torch.dtype) -> Decoder:
+    """One rank's part of `model`, read from its files."""
+    decoder = Decoder(model.spec, own, tp, CpuAttention(), dtype)
+    source = open_source(model.folder, model.spec)
+    load(dict(decoder.named_parameters()), model.spec, own, source)
+    source.close()
+    return decoder
+
+
 def _rank(
-    model: TinyModel, layout: Layout, rank: int, axes: dict[str, dict[int, Group]], config: EngineConfig, address: str
+    model: TinyModel,
+    layout: Layout,
+    rank: int,
+    axes: dict[str, dict[int, Group]],
+    config: EngineConfig,
+    address: str,
+    dtype: torch.dtype,
 ) -> None:
     torch.set_num_threads(1)
     spec, own = model.spec, shards.shard(model.spec, layout, mesh.coords(layout, rank))
     tp, pp = axes["tp"][rank], axes["pp"][rank]
-    decoder = Decoder(spec, own, tp, CpuAttention(), torch.float32)
-    source = open_source(model.folder, spec)
-    load(dict(decoder.named_parameters()), spec, own, source)
-    source.close()
-    cache = KVCache(own.layers, len(own.kv_heads), config.num_blocks, config.block_size, spec.head_dim, torch.float32)
+    decoder = loaded(model, own, tp, dtype)
+    cache = KVCache(own.layers, len(own.kv_heads), config.num_blocks, config.block_size, spec.head_dim, dtype)
     runner = Runner(decoder, cache, pp, Sampler(tp, own.vocab, spec.vocab_size), spec.hidden_size)
     link = ZmqRankLink(address, rank, _TOKEN)
     try:
