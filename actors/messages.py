@@ -100,6 +100,8 @@ class TokenEvent(Message):
     error: str | None = None
     refused: str | None = None
     """On the only event of a request that was never accepted: the code of the refusal, explained by `error`."""
+    refused_by: str | None = None
+    """Name of the replica that refused; another may accept."""
 
 
 class SequenceStart(Message):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import ray
@@ -51,10 +51,10 @@ class Replica:
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
 
-    async def generate(self, packed: bytes) -> AsyncIterator[bytes]:
+    async def generate(self, packed: bytes, avoid: Collection[str] = ()) -> AsyncIterator[bytes]:
         """The packed events of one packed request. Events that pile up while the consumer is busy are joined.
 
-        Ending the iteration early cancels the request.
+        Ending the iteration early cancels the request. `avoid` names replicas that refused it; routers read it, nothing here.
         """
         request = GenerateRequest.unpack(packed)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenEvent]()
@@ -65,7 +65,7 @@ class Replica:
         try:
             self._engine.submit(request, deliver)
         except RequestRefused as refusal:
-            yield TokenEvent(request_id=request.request_id, finish="error", refused=refusal.code, error=str(refusal)).pack()
+            yield self._refused(request, refusal).pack()
             return
         finished = False
         try:
@@ -76,6 +76,15 @@ class Replica:
         finally:
             if not finished:
                 self._engine.cancel(request.request_id)
+
+    def _refused(self, request: GenerateRequest, refusal: RequestRefused) -> TokenEvent:
+        return TokenEvent(
+            request_id=request.request_id,
+            finish="error",
+            refused=refusal.code,
+            refused_by=self._name,
+            error=str(refusal),
+        )
 
     def health(self) -> str | None:
         """None when a step finished recently or there is nothing to do, on ranks that are all alive; else the reason."""

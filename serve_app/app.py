@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from cluster.discover import best_device, discover
@@ -21,6 +22,7 @@ from cluster.settings import ReplicaSettings
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.openai.api import ApiSettings, create_api
+from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
 from serve_app.settings import ServeArgs, replica_settings, served_name
 
@@ -36,7 +38,7 @@ class EngineReplica(Replica):
     """A `Replica` that takes its name from Serve."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        super().__init__(settings, f"{APP_NAME}-{serve.get_replica_context().replica_id.unique_id}")
+        super().__init__(settings, str(serve.get_replica_context().replica_id.unique_id))
 
 
 class Ingress:
@@ -74,6 +76,7 @@ def build(args: ServeArgs) -> Application:
         num_replicas=settings.layout.replicas,
         max_ongoing_requests=_ONGOING,
         ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.2,

@@ -34,6 +34,9 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most.")] = 2048,
     max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a step counts as stuck, and its ranks are remade.")
+    ] = 60.0,
     served_name: Annotated[str | None, typer.Option(help="Name clients ask for.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Bearer key clients must send; may be given several times.")] = None,
     address: Annotated[
@@ -56,6 +59,7 @@ def serve(
             "max_batch_tokens": max_batch_tokens,
             "max_sequences": max_sequences,
             "threads_per_rank": threads,
+            "step_timeout_s": step_timeout,
             "served_name": served_name,
             "api_keys": api_key or (),
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayError
@@ -26,8 +27,24 @@ class HandleBackend:
         self._stream: Any = engine.options(stream=True, method_name="generate")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See `serve_app.backend.Backend`. A replica that dies ends the request with one error event."""
-        response = self._stream.remote(request.pack())
+        """See `serve_app.backend.Backend`. A replica that dies ends the request with one error event.
+
+        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn.
+        """
+        refused_by: list[str] = []
+        while True:
+            try:
+                async with aclosing(self._ask(request, refused_by)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _ReplicaDown as down:
+                if down.replica in refused_by:  # there is no other left
+                    raise
+                refused_by.append(down.replica)
+
+    async def _ask(self, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
+        response = self._stream.remote(request.pack(), avoid=tuple(avoid))
         finished = False
         try:
             async for packed in response:
@@ -66,9 +83,18 @@ class HandleBackend:
             return [error]
 
 
+class _ReplicaDown(BackendRefused):
+    """One replica cannot serve now."""
+
+    def __init__(self, replica: str, message: str) -> None:
+        super().__init__("engine_down", message)
+        self.replica = replica
+
+
 def _refusal(event: TokenEvent) -> BackendRefused:
-    codes = {"prompt_too_long", "engine_busy", "engine_down"}
-    if event.refused in codes:
+    if event.refused == "engine_down":
+        return _ReplicaDown(event.refused_by or "", event.error or "")
+    if event.refused in ("prompt_too_long", "engine_busy"):
         return BackendRefused(event.refused, event.error or "")  # type: ignore[arg-type]
     raise ValueError(f"the endpoint let through a request the engine cannot serve: {event.error}")
 

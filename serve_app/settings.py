@@ -43,6 +43,8 @@ class ServeArgs(BaseModel):
     max_sequences: Count = 64
     max_waiting: Count = 1024
     threads_per_rank: Count | None = None
+    step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """A step that takes longer ends its ranks, which are made anew."""
     served_name: str | None = None
     api_keys: tuple[str, ...] = ()
 
@@ -67,6 +69,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         max_sequences=args.max_sequences,
         max_waiting=args.max_waiting,
         threads_per_rank=args.threads_per_rank,
+        step_timeout_s=args.step_timeout_s,
     )
 
 

@@ -1,16 +1,20 @@
-"""The real command as a test subject: started in a child process on a free port, ended by Ctrl-C, watched for leftovers."""
+"""The real command as a test subject: started in a child process on a free port, ended by Ctrl-C, watched for leftovers.
+
+Every process it starts, however far removed, inherits a mark in its environment by which it is found again.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +23,16 @@ import psutil
 
 READY_S = 120.0
 END_S = 60.0
+_MARK = "SHARDWRIGHT_TEST_MARK"
 
 
 class Server:
     """A running ``shardwright serve``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-        self.process, self.url, self.log = process, url, log
-        self.client = httpx.Client(base_url=url, timeout=120)
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, port: int, log: Path) -> None:
+        self.process, self.mark, self.port, self.log = process, mark, port, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
         """The answer to a request that must succeed."""
@@ -34,53 +40,109 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def processes(self) -> list[psutil.Process]:
-        """Every process this server started, itself included."""
-        mother = psutil.Process(self.process.pid)
-        return [mother, *mother.children(recursive=True)]
+    def health(self) -> int:
+        """Status of ``/health``; 0 where nobody answers."""
+        try:
+            return self.client.get("/health").status_code
+        except httpx.TransportError:
+            return 0
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """The engine's numbers in ``/metrics``, by replica."""
+        found: dict[str, dict[str, float]] = {}
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith("shardwright_engine_"):
+                name, rest = line.split("{", 1)
+                label, value = rest.rsplit(" ", 1)
+                found.setdefault(label.split('"')[1], {})[name.removeprefix("shardwright_engine_")] = float(value)
+        return found
+
+    def gauge(self, name: str) -> float:
+        """One of the engine's numbers, summed over the replicas."""
+        return sum(values[name] for values in self.gauges().values())
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks."""
-        return [each for each in self.processes() if "RankActor" in _title(each)]
+        return self.named("ray::RankActor")
+
+    def named(self, title: str) -> list[psutil.Process]:
+        """This server's processes with that title."""
+        return [each for each in marked(self.mark) if _title(each).startswith(title)]
 
 
 @contextmanager
 def serving(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """A server for the length of a block. Fails when it does not get ready, does not end, or leaves a process behind."""
-    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        process = start(*args, "--port", str(port), log=log, env=env)
-        server = Server(process, f"http://127.0.0.1:{port}", log)
+        server = start(*args, log=Path(folder) / "log", env=env)
         try:
-            wait_until(lambda: _ready(server), READY_S, lambda: f"not ready: {log.read_text()[-3000:]}")
+            wait_until(lambda: _ready(server), READY_S, lambda: f"not ready: {server.log.read_text()[-3000:]}")
             yield server
+            finish(server)
         finally:
-            started = server.processes() if process.poll() is None else []
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(END_S)
-            finally:
-                _gone, left = psutil.wait_procs(started, timeout=10)
-                for each in left:
-                    each.kill()
-        assert not left, f"left running: {left}"
+            kill(server.process, server.mark)
 
 
-def start(*args: str, log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """``shardwright serve`` with these arguments, its output in `log`."""
-    command = [sys.executable, "-m", "serve_app", "serve", *args]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+def start(*args: str, log: Path, env: dict[str, str] | None = None, port: int | None = None) -> Server:
+    """``shardwright serve`` with these arguments, its output in `log`; not ready yet."""
+    mark, port = secrets.token_hex(8), port or free_port()
+    command = [sys.executable, "-m", "serve_app", "serve", *args, "--port", str(port)]
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env={**clean, **(env or {})}, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment(mark, env), start_new_session=True)
+    return Server(process, mark, port, log)
 
 
-def run(*args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Any ``shardwright`` command, to its end."""
-    return subprocess.run([sys.executable, "-m", "serve_app", *args], capture_output=True, text=True, timeout=timeout_s)
+def finish(server: Server, sign: int = signal.SIGINT) -> int:
+    """End a server as its user would; everything must be gone. Returns the exit status."""
+    server.process.send_signal(sign)
+    status = server.process.wait(END_S)
+    all_gone(server.mark)
+    return status
 
 
-def wait_until(happened: Any, timeout_s: float, otherwise: Any) -> Any:
+def run(*args: str, timeout_s: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Any ``shardwright`` command, to its end, which leaves nothing behind."""
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-m", "serve_app", *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(mark, env))
+        all_gone(mark)
+        return done
+    finally:
+        kill(None, mark)
+
+
+def environment(mark: str, more: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment without anything that speaks to Ray, with the mark."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**clean, "COLUMNS": "200", **(more or {}), _MARK: mark}
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every live process that inherited the mark."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.status() != psutil.STATUS_ZOMBIE and each.environ().get(_MARK) == mark:
+                found.append(each)
+    return found
+
+
+def all_gone(mark: str, timeout_s: float = 10) -> None:
+    """Every process with the mark ends in time."""
+    wait_until(lambda: not marked(mark), timeout_s, lambda: f"left running: {[_title(each) for each in marked(mark)]}")
+
+
+def kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
+    """End whatever is left of a test, in order that the next one has the machine for itself."""
+    for each in marked(mark):
+        with suppress(psutil.Error):
+            each.kill()
+    if process is not None:
+        process.wait()
+
+
+def wait_until(happened: Callable[[], Any], timeout_s: float, otherwise: Callable[[], str]) -> Any:
     """The first true value of `happened()`; fails with `otherwise()` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -99,10 +161,7 @@ def free_port() -> int:
 
 def _ready(server: Server) -> bool:
     assert server.process.poll() is None, f"ended: {server.log.read_text()[-3000:]}"
-    try:
-        return server.client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    return server.health() == 200
 
 
 def _title(process: psutil.Process) -> str:
