@@ -26,8 +26,12 @@ class Tokenizer:
         """One more than the largest token id."""
         return len(self._bytes.table)
 
+    def to_json(self) -> str:
+        """The content of a ``tokenizer.json`` that makes this tokenizer."""
+        return str(self._inner.to_str())
+
     def __getstate__(self) -> str:
-        return self._inner.to_str()
+        return self.to_json()
 
     def __setstate__(self, state: str) -> None:
         self.__init__(tokenizers.Tokenizer.from_str(state))  # type: ignore[misc]

@@ -52,7 +52,7 @@ def logits(model: TinyModel, tokens: list[int], dtype: torch.dtype) -> Tensor:
 def test_logits_in_fp32(prompts: list[list[int]]) -> None:
     model = smollm2()
     found = logits(model, prompts[0], torch.float32)
-    torch.testing.assert_close(found, model.logits(prompts[0]), atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(found, model.logits(prompts[0]), atol=2e-4, rtol=0)
 
 
 def test_logits_in_bf16(prompts: list[list[int]]) -> None:
