@@ -6,10 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-export RAY_USAGE_STATS_ENABLED := 0
-export RAY_AUTH_MODE := disabled
-export RAY_worker_niceness := 0
-
 .PHONY: serve venv test test-hosts test-gpu check format bench clean
 
 serve: $(READY)  ## Serve MODEL on http://127.0.0.1:8000 (ARGS="--layout tp=2" for more)
