@@ -21,9 +21,7 @@ from actors.sampling.blocks import blocks
 from actors.sampling.filters import draw, draw_from_all, min_p_floor, temperatures
 from actors.sampling.rows import SampleRow, is_greedy
 from actors.sampling.shard import VocabShard
-
-_SHORTLISTS = (64, 1024)
-"""Rows whose top_k is no more than these share a shortlist; larger ones share another, so that none pays for all."""
+from placement.sampling_traffic import kind_of
 
 
 class Kind(Protocol):
@@ -114,7 +112,8 @@ def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
     """The rows of a step, sorted by how they are chosen. The order of kinds is the same on all ranks."""
     sorted_rows: dict[str | int, list[int]] = {}
     for at, row in enumerate(rows):
-        sorted_rows.setdefault(_kind(row, shard.vocab_size), []).append(at)
+        params = row.sampling
+        sorted_rows.setdefault(kind_of(is_greedy(params), params.top_k, params.top_p, shard.vocab_size), []).append(at)
     for kind, index in sorted_rows.items():
         members = [rows[at] for at in index]
         if kind in ("greedy", "noisy"):
@@ -123,12 +122,3 @@ def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
             yield Whole(shard, members, index)
         else:
             yield Shortlist(shard, members, index)
-
-
-def _kind(row: SampleRow, vocab_size: int) -> str | int:
-    params = row.sampling
-    if is_greedy(params):
-        return "greedy"
-    if 0 < params.top_k < vocab_size:
-        return next((size for size in _SHORTLISTS if params.top_k <= size), vocab_size)
-    return "whole" if params.top_p < 1.0 else "noisy"

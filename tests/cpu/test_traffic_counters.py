@@ -1,0 +1,174 @@
+"""The counters of the groups after a real step equal `placement.traffic`, rank by rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.model.attention_cpu import CpuAttention
+from actors.model.decoder import Decoder
+from actors.model.group import Group
+from actors.model.groups.solo import SoloGroup
+from actors.model.groups.thread import run_ranks, thread_groups
+from actors.model.kv_cache import KVCache
+from actors.runner import Runner
+from actors.sampler import Sampler
+from placement.layout import Layout
+from placement.mesh import AXES, coords, groups
+from placement.shards import shard
+from placement.step_shape import Choosing, RowShape, StepShape
+from placement.traffic import counters, rank_traffic
+from tests.tiny_decoder import fill
+from tests.tiny_models import TinyModel, tiny
+
+torch.set_num_threads(1)
+
+LAYOUTS = [
+    *(f"tp={tp}" for tp in range(1, 6)),
+    *(f"pp={pp}" for pp in (2, 3)),
+    *("tp=2,pp=2", "tp=3,pp=2", "tp=5,pp=3", "tp=4,pp=2,stage_layers=1/3"),
+]
+"""The tiny models have 6 query heads in 2 KV groups, 4 layers and 101 tokens: nothing divides."""
+
+HEATED = SamplingParams(seed=3)
+KINDS = {
+    "noisy": (HEATED, Choosing(greedy=False)),
+    "min_p": (HEATED.model_copy(update={"min_p": 0.1}), Choosing(greedy=False, min_p=0.1)),
+    "top_k": (HEATED.model_copy(update={"top_k": 7}), Choosing(greedy=False, top_k=7)),
+    "large_top_k": (HEATED.model_copy(update={"top_k": 90}), Choosing(greedy=False, top_k=90)),
+    "top_p": (HEATED.model_copy(update={"top_p": 0.9}), Choosing(greedy=False, top_p=0.9)),
+    "logprobs": (SamplingParams(temperature=0.0, logprobs=4), Choosing(logprobs=4)),
+    "many_logprobs": (SamplingParams(temperature=0.0, logprobs=60), Choosing(logprobs=60)),
+    "bare_logprob": (SamplingParams(temperature=0.0, logprobs=0), Choosing(logprobs=0)),
+}
+GREEDY = SamplingParams(temperature=0.0)
+
+Counted = dict[str, tuple[Counter[str], Counter[str]]]
+"""(calls, wire bytes) of each axis that has more than one rank."""
+
+
+def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[list[Counted]]:
+    """What every rank counted in every plan: [rank][plan]."""
+    joined: list[dict[str, Group]] = [{} for _ in range(layout.world)]
+    for axis in AXES:
+        for members in groups(layout, axis):
+            made = thread_groups(len(members), axis) if len(members) > 1 else [SoloGroup(axis)]
+            for rank, group in zip(members, made, strict=True):
+                joined[rank][axis] = group
+
+    def run_rank(world: Group) -> list[Counted]:
+        mine = joined[world.rank]
+        try:
+            return _count(runner_of(model, layout, world.rank, mine), mine, plans)
+        except BaseException:
+            for group in mine.values():
+                group.close()
+            raise
+
+    return run_ranks(thread_groups(layout.world, "world"), run_rank)
+
+
+def runner_of(model: TinyModel, layout: Layout, rank: int, mine: Mapping[str, Group]) -> Runner:
+    spec, own = model.spec, shard(model.spec, layout, coords(layout, rank))
+    decoder = Decoder(spec, own, mine["tp"], CpuAttention(), torch.float32)
+    fill(decoder, model, own)
+    cache = KVCache(own.layers, len(own.kv_heads), 32, 4, spec.head_dim, torch.float32)
+    return Runner(decoder, cache, mine["pp"], Sampler(mine["tp"], own.vocab, spec.vocab_size), spec.hidden_size)
+
+
+def _count(runner: Runner, mine: Mapping[str, Group], plans: list[StepPlan]) -> list[Counted]:
+    found = []
+    for plan in plans:
+        before = snapshot(mine)
+        runner.step(plan)
+        found.append(
+            {axis: (calls - before[axis][0], sent - before[axis][1]) for axis, (calls, sent) in snapshot(mine).items()}
+        )
+    return found
+
+
+def snapshot(mine: Mapping[str, Group]) -> Counted:
+    return {axis: (Counter(group.calls), Counter(group.sent_bytes)) for axis, group in mine.items() if group.size > 1}
+
+
+def expected(model: TinyModel, layout: Layout, steps: list[StepShape]) -> list[list[Counted]]:
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+    entries = [[rank_traffic(model.spec, layout, rank, step) for step in steps] for rank in range(layout.world)]
+    return [[{axis: tuple(+counter for counter in counters(step, axis)) for axis in axes} for step in rank] for rank in entries]
+
+
+def start(index: int, length: int, sampling: SamplingParams = GREEDY) -> SequenceStart:
+    return SequenceStart(
+        sequence_id=index, tokens=[(7 * index + at) % 101 for at in range(length)], prompt_length=length, sampling=sampling
+    )
+
+
+def blocks_of(index: int) -> list[int]:
+    return list(range(6 * index, 6 * index + 6))
+
+
+def test_the_counters_are_the_traffic(layout_text: str) -> None:
+    """Ragged prompts, one of them in two chunks; then all three decode."""
+    model, layout = tiny("llama2"), Layout.parse(layout_text)
+    plans = [
+        StepPlan(
+            step=0,
+            started=[start(0, 9), start(1, 17), start(2, 2)],
+            rows=[
+                Row(sequence_id=0, start=0, count=9, new_blocks=blocks_of(0), sample=True),
+                Row(sequence_id=1, start=0, count=11, new_blocks=blocks_of(1)),
+            ],
+        ),
+        StepPlan(
+            step=1,
+            rows=[
+                Row(sequence_id=0, start=9, count=1, append=[5], sample=True),
+                Row(sequence_id=1, start=11, count=6, sample=True),
+                Row(sequence_id=2, start=0, count=2, new_blocks=blocks_of(2), sample=True),
+            ],
+        ),
+        StepPlan(
+            step=2,
+            rows=[Row(sequence_id=index, start=at, count=1, append=[8], sample=True) for index, at in ((0, 10), (1, 17))],
+        ),
+        StepPlan(step=3, started=[start(3, 3)], rows=[Row(sequence_id=3, start=0, count=2, new_blocks=blocks_of(3))]),
+    ]
+    steps = [
+        StepShape((RowShape(9), RowShape(11, choosing=None)), "float32"),
+        StepShape((RowShape(1, 9), RowShape(6, 11), RowShape(2)), "float32"),
+        StepShape((RowShape(1, 10), RowShape(1, 17)), "float32"),
+        StepShape.of(1, 2, dtype="float32", num_sampled=0),
+    ]
+    assert counted(model, layout, plans) == expected(model, layout, steps)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout_text(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=5", "tp=3,pp=2"], indirect=True)
+def test_every_way_of_choosing_is_counted_alone_and_together(layout_text: str) -> None:
+    model, layout = tiny("llama2"), Layout.parse(layout_text)
+    names = list(KINDS)
+    sets = [[name] * 2 for name in names] + [[*names[:4], *names]]
+    plans, steps = [], []
+    for step, kinds in enumerate(sets):
+        ids = [100 * step + at for at in range(len(kinds))]
+        rows = [Row(sequence_id=id_, start=0, count=2, new_blocks=[at], sample=True) for at, id_ in enumerate(ids)]
+        started = [start(id_, 2, KINDS[name][0]) for id_, name in zip(ids, kinds, strict=True)]
+        plans.append(StepPlan(step=step, started=started, rows=rows))
+        steps.append(StepShape(tuple(RowShape(2, choosing=KINDS[name][1]) for name in kinds), "float32"))
+    assert counted(model, layout, plans) == expected(model, layout, steps)
+
+
+def test_making_a_sampler_is_one_gather_of_sixteen_bytes() -> None:
+    def rank(group: Group) -> tuple[int, int]:
+        Sampler(group, range(group.rank * 8, group.rank * 8 + 8), 24)
+        return group.calls["all_gather"], group.sent_bytes["all_gather"]
+
+    assert run_ranks(thread_groups(3, "tp"), rank) == [(1, 32)] * 3
