@@ -17,7 +17,7 @@ def connect(layout: Layout, world_rank: int, device: Device, rendezvous: Rendezv
     token, host, timeout_s = rendezvous.token, rendezvous.hosts[world_rank], rendezvous.timeout_s
     store = join_store(token, rendezvous.hosts[0], rendezvous.store_port, timeout_s)
     groups = {}
-    for axis in mesh.AXES:
+    for axis in mesh.GROUP_AXES:
         members = mesh.group_of(layout, axis, world_rank)
         backend = choose_backend(device, len({rendezvous.nodes[member] for member in members}))
         groups[axis] = connect_group(backend, store, token, axis, members, world_rank, host, timeout_s)

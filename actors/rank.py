@@ -8,36 +8,22 @@ never restarted alone; their replica ends and remakes all of them.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 
+from actors.assembly import load_decoder, put_together
 from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
 from actors.connect import connect
-from actors.engine.link import LinkClosed, LinkTimeout
 from actors.engine.zmq_link import ZmqRankLink
-from actors.messages import StepPlan
-from actors.model import attention
-from actors.model.checkpoint.load import load
-from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.rendezvous import serve_store
-from actors.model.kv_cache import KVCache
-from actors.runner import Runner
-from actors.sampler import Sampler
-from placement import mesh, shards
+from actors.stepping import run_plans
 from placement.layout import Layout
-
-_LISTEN_S = 3600.0
-"""How long one wait for a plan lasts; then the next one begins."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Rank:
@@ -45,9 +31,6 @@ class Rank:
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
-        self._device = torch.device(config.device)
-        self._dtype = _DTYPES[config.dtype]
-        self._shard = shards.shard(config.spec, config.layout, mesh.coords(config.layout, config.world_rank))
         self._groups: Mapping[str, Group] = {}
         self._status = RankStatus(state="created")
         self._store: object | None = None
@@ -72,71 +55,38 @@ class Rank:
     def load(self) -> Loaded:
         """Build this rank's stage and fill it from the checkpoint, reading its own slices only. Raises `ModelError`."""
         torch.set_num_threads(self._threads)
-        began, spec = time.perf_counter(), self._config.spec
-        backend = attention.choose(self._device, self._dtype, self._config.block_size)
-        self._decoder = Decoder(spec, self._shard, self._groups["tp"], backend, self._dtype, self._device)
-        weights = dict(self._decoder.named_parameters())
-        source = open_source(self._config.model_path, spec)
-        try:
-            load(weights, spec, self._shard, source, self._progress)
-        finally:
-            source.close()
-        gc.collect()
-        weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        began = time.perf_counter()
+        self._decoder = load_decoder(self._config, self._groups, self._progress)
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in self._decoder.parameters())
         self._status = self._status.model_copy(update={"state": "loaded"})
         return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
 
     def run(self, address: str, token: str, num_blocks: int) -> None:
         """Make the KV pages, greet the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
         torch.set_num_threads(self._threads)
-        runner = self._runner(num_blocks)
+        parts = put_together(self._config, self._groups, self._decoder, num_blocks)
         link = ZmqRankLink(address, self._config.world_rank, token)
-        answers = self._shard.last_stage and self._groups["tp"].rank == 0
         self._status = self._status.model_copy(update={"state": "running"})
         try:
-            while True:
-                result = runner.step(_next_plan(link))
-                if answers and result is not None:
-                    link.send_result(result)
-                self._status = self._status.model_copy(update={"steps": self._status.steps + 1})
-        except LinkClosed:
-            return
-        except Exception as error:
-            link.send_failure(f"{type(error).__name__}: {error}")
-            raise
+            run_plans(parts, link, self._stepped)
         finally:
             self._status = self._status.model_copy(update={"state": "failed"})
-            link.close()
-            for group in self._groups.values():
-                group.close()
 
     def status(self) -> RankStatus:
         """How far this rank is. Safe to call while another method runs."""
         return self._status
 
-    def _runner(self, num_blocks: int) -> Runner:
-        spec, own = self._config.spec, self._shard
-        cache = KVCache(
-            own.layers, len(own.kv_heads), num_blocks, self._config.block_size, spec.head_dim, self._dtype, self._device
-        )
-        sampler = Sampler(self._groups["tp"], own.vocab, spec.vocab_size, self._device)
-        return Runner(self._decoder, cache, self._groups["pp"], sampler, spec.hidden_size)
+    def _stepped(self) -> None:
+        self._status = self._status.model_copy(update={"steps": self._status.steps + 1})
 
     def _progress(self, done: int, total: int) -> None:
         self._status = RankStatus(state="loading", loaded_bytes=done, total_bytes=total)
 
     def _free_bytes(self) -> int | None:
-        if self._device.type != "cuda":
+        if self._config.device != "cuda":
             return None
-        free, _total = torch.cuda.mem_get_info(self._device)
+        free, _total = torch.cuda.mem_get_info(self._config.device)
         return int(free)
-
-
-def _next_plan(link: ZmqRankLink) -> StepPlan:
-    """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
-    while True:
-        with suppress(LinkTimeout):
-            return link.receive_plan(_LISTEN_S)
 
 
 def _share_of_cores(layout: Layout, rendezvous: Rendezvous, world_rank: int) -> int:

@@ -23,7 +23,7 @@ from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
-from placement import memory
+from placement import memory, mesh
 from placement.bundles import bundles
 
 log = logging.getLogger("shardwright.replica")
@@ -117,8 +117,7 @@ class Replica:
 
     def _link(self) -> tuple[ZmqEngineLink, list[ray.ObjectRef[Any]]]:
         layout, host = self._settings.layout, get_node_ip_address()
-        leader = layout.world - layout.tp  # tp rank 0 of the last stage
-        link = ZmqEngineLink(layout.world, leader, self._ranks.token, f"tcp://{host}:*")
+        link = ZmqEngineLink(layout.world, mesh.leader(layout), self._ranks.token, f"tcp://{host}:*")
         sentinels = self._ranks.run(link.address, self._blocks)
         link.wait_ready(self._settings.start_timeout_s)
         return link, sentinels

@@ -16,6 +16,9 @@ from placement.layout import Layout
 AXES = ("pp", "attn_dp", "cp", "tp")
 """Axes of the dense grid, outermost first."""
 
+GROUP_AXES = AXES
+"""Axes along which every rank has a group: whoever makes groups loops over these."""
+
 
 @dataclass(frozen=True)
 class Coords:
@@ -49,6 +52,11 @@ def world_rank(layout: Layout, at: Coords) -> int:
     for axis, size in zip(AXES, sizes(layout), strict=True):
         rank = rank * size + getattr(at, axis)
     return rank
+
+
+def leader(layout: Layout) -> int:
+    """World rank that sends the results: the first rank of the last stage."""
+    return world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=0, cp=0, tp=0))
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:

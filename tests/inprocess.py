@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from actors.assembly import DTYPES, load_decoder
+from actors.config import RankConfig
 from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
-from actors.engine.link import LinkClosed
 from actors.engine.zmq_link import ZmqEngineLink, ZmqRankLink
 from actors.messages import GenerateRequest, TokenEvent
-from actors.model.attention_cpu import CpuAttention
-from actors.model.checkpoint.load import load
-from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
-from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import thread_groups
-from actors.model.kv_cache import KVCache
-from actors.runner import Runner
-from actors.sampler import Sampler
-from placement import mesh, shards
+from actors.threads import start_ranks
+from placement import mesh
 from placement.layout import Layout
-from placement.shards import Shard
+from placement.model_spec import DType
 from tests.tiny_models import TinyModel
 
 _TOKEN = "in-process"
@@ -64,16 +57,14 @@ class InProcess:
 
 @contextmanager
 def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch.dtype = torch.float32) -> Iterator[InProcess]:
-    """A running replica of `model` under `layout`."""
+    """A running replica of `model` under `layout`, its plans on ZeroMQ as they would be between processes."""
     parsed = Layout.parse(layout)
-    axes = {axis: _axis_groups(parsed, axis) for axis in ("tp", "pp")}
-    link = ZmqEngineLink(parsed.world, parsed.world - parsed.tp, _TOKEN)
-    ranks = [
-        threading.Thread(target=_rank, args=(model, parsed, rank, axes, config, link.address, dtype), daemon=True)
-        for rank in range(parsed.world)
-    ]
-    for rank in ranks:
-        rank.start()
+    link = ZmqEngineLink(parsed.world, mesh.leader(parsed), _TOKEN)
+    ranks = start_ranks(
+        rank_config(model, parsed, dtype, config.block_size),
+        config.num_blocks,
+        lambda rank: ZmqRankLink(link.address, rank, _TOKEN),
+    )
     link.wait_ready(_WAIT_S)
     engine = Engine(config, link)
     engine.start()
@@ -86,50 +77,21 @@ def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch
             assert not rank.is_alive()
 
 
-def _axis_groups(layout: Layout, axis: str) -> dict[int, Group]:
-    found: dict[int, Group] = {}
-    for members in mesh.groups(layout, axis):
-        made = thread_groups(len(members), axis) if len(members) > 1 else [SoloGroup(axis)]
-        found.update(zip(members, made, strict=True))
-    return found
+def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.float32, block_size: int = 16) -> RankConfig:
+    """Rank 0 of `model` under `layout`, on this machine's CPU with one thread."""
+    name: DType = next(name for name, each in DTYPES.items() if each is dtype)
+    return RankConfig(
+        world_rank=0,
+        layout=layout,
+        spec=model.spec,
+        model_path=str(model.folder),
+        device="cpu",
+        dtype=name,
+        block_size=block_size,
+        threads=1,
+    )
 
 
-def loaded(model: TinyModel, own: Shard, tp: Group, dtype: torch.dtype) -> Decoder:
-    """One rank's part of `model`, read from its files."""
-    decoder = Decoder(model.spec, own, tp, CpuAttention(), dtype)
-    source = open_source(model.folder, model.spec)
-    load(dict(decoder.named_parameters()), model.spec, own, source)
-    source.close()
-    return decoder
-
-
-def _rank(
-    model: TinyModel,
-    layout: Layout,
-    rank: int,
-    axes: dict[str, dict[int, Group]],
-    config: EngineConfig,
-    address: str,
-    dtype: torch.dtype,
-) -> None:
-    torch.set_num_threads(1)
-    spec, own = model.spec, shards.shard(model.spec, layout, mesh.coords(layout, rank))
-    tp, pp = axes["tp"][rank], axes["pp"][rank]
-    decoder = loaded(model, own, tp, dtype)
-    cache = KVCache(own.layers, len(own.kv_heads), config.num_blocks, config.block_size, spec.head_dim, dtype)
-    runner = Runner(decoder, cache, pp, Sampler(tp, own.vocab, spec.vocab_size), spec.hidden_size)
-    link = ZmqRankLink(address, rank, _TOKEN)
-    try:
-        while True:
-            result = runner.step(link.receive_plan(_WAIT_S))
-            if result is not None and tp.rank == 0:
-                link.send_result(result)
-    except LinkClosed:
-        return
-    except Exception as error:
-        link.send_failure(repr(error))
-        raise
-    finally:
-        link.close()
-        tp.close()
-        pp.close()
+def whole_decoder(model: TinyModel, dtype: torch.dtype) -> Decoder:
+    """All of `model` on one rank, read from its files."""
+    return load_decoder(rank_config(model, Layout(), dtype), {axis: SoloGroup(axis) for axis in mesh.GROUP_AXES})

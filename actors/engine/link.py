@@ -22,6 +22,22 @@ class LinkClosed(LinkError):
     """The other side said goodbye."""
 
 
+class PlanLink(Protocol):
+    """A rank's end."""
+
+    def receive_plan(self, timeout_s: float) -> StepPlan:
+        """The next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` when the engine said goodbye."""
+
+    def send_result(self, result: StepResult) -> None:
+        """Answer a plan (the leader only)."""
+
+    def send_failure(self, reason: str) -> None:
+        """Tell the engine that this rank cannot go on."""
+
+    def close(self) -> None:
+        """Release what the link holds. Calling twice is harmless."""
+
+
 class RankLink(Protocol):
     """The engine's end."""
 

@@ -13,12 +13,9 @@ from torch import Tensor
 from actors.engine.config import EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
 from actors.model.batch import Batch
-from actors.model.groups.solo import SoloGroup
 from actors.model.kv_cache import KVCache
-from placement import mesh, shards
-from placement.layout import Layout
 from serve_app.text.model_files import read_text_files
-from tests.inprocess import in_process, loaded
+from tests.inprocess import in_process, whole_decoder
 from tests.smollm2 import QUESTIONS, smollm2, smollm2_file
 from tests.tiny_models import TinyModel
 
@@ -42,9 +39,8 @@ def one_thread() -> None:
 
 def logits(model: TinyModel, tokens: list[int], dtype: torch.dtype) -> Tensor:
     """[tokens, vocabulary] fp32 of one rank, in one step."""
-    own = shards.shard(model.spec, Layout(), mesh.coords(Layout(), 0))
-    decoder, blocks = loaded(model, own, SoloGroup("tp"), dtype), list(range(-(-len(tokens) // 16)))
-    cache = KVCache(own.layers, len(own.kv_heads), len(blocks), 16, model.spec.head_dim, dtype)
+    spec, decoder, blocks = model.spec, whole_decoder(model, dtype), list(range(-(-len(tokens) // 16)))
+    cache = KVCache(range(spec.num_layers), spec.num_kv_heads, len(blocks), 16, spec.head_dim, dtype)
     rows = torch.arange(len(tokens))
     return decoder.logits(decoder(Batch(torch.tensor(tokens), rows, rows, [len(tokens)], [0], [blocks], rows), None, cache))
 

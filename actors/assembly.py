@@ -1,0 +1,74 @@
+"""From a config and a rank's groups to the parts that run: the one place that puts a rank together.
+
+A rank of a process (`actors.rank`) and a rank of a thread (`actors.threads`) differ in their groups and in nothing else.
+
+    config ──→ shard ──→ decoder ──weights──→ ┐
+    groups ──→ decoder, sampler, runner       ├──→ runner ──→ `stepping.run_plans`
+    num_blocks ──→ KV cache ────────────────→ ┘
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from actors.config import RankConfig
+from actors.model import attention
+from actors.model.checkpoint.load import load
+from actors.model.checkpoint.open_source import open_source
+from actors.model.decoder import Decoder
+from actors.model.group import Group
+from actors.model.kv_cache import KVCache
+from actors.runner import Runner
+from actors.sampler import Sampler
+from placement import mesh, shards
+from placement.shards import Shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Progress = Callable[[int, int], None]
+"""Told (bytes read so far, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A rank that is ready for plans."""
+
+    config: RankConfig
+    own: Shard
+    groups: Mapping[str, Group]
+    decoder: Decoder
+    cache: KVCache
+    sampler: Sampler
+    runner: Runner
+
+
+def own_shard(config: RankConfig) -> Shard:
+    """What the rank of `config` holds."""
+    return shards.shard(config.spec, config.layout, mesh.coords(config.layout, config.world_rank))
+
+
+def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
+    """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
+    own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
+    backend = attention.choose(device, dtype, config.block_size)
+    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device)
+    source = open_source(config.model_path, config.spec)
+    try:
+        load(dict(decoder.named_parameters()), config.spec, own, source, progress)
+    finally:
+        source.close()
+    gc.collect()
+    return decoder
+
+
+def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int) -> Parts:
+    """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
+    own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
+    cache = KVCache(own.layers, len(own.kv_heads), num_blocks, config.block_size, spec.head_dim, dtype, device)
+    sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
+    runner = Runner(decoder, cache, groups["pp"], sampler, spec.hidden_size)
+    return Parts(config, own, groups, decoder, cache, sampler, runner)

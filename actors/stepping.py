@@ -1,0 +1,50 @@
+"""A rank's step loop: plans in, results out, until the engine says goodbye. The same for process and thread ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from actors.assembly import Parts
+from actors.engine.link import LinkClosed, LinkTimeout, PlanLink
+from actors.messages import StepPlan
+from actors.model.group import Group
+from placement import mesh
+
+_LISTEN_S = 3600.0
+"""How long one wait for a plan lasts; then the next one begins."""
+
+
+def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
+    """Run what `link` brings until it is closed; the leader answers. `stepped` is called after every step.
+
+    Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
+    """
+    answers = parts.config.world_rank == mesh.leader(parts.config.layout)
+    try:
+        while True:
+            result = parts.runner.step(_next_plan(link))
+            if answers and result is not None:
+                link.send_result(result)
+            stepped()
+    except LinkClosed:
+        return
+    except Exception as error:
+        link.send_failure(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        link.close()
+        close_groups(parts.groups)
+
+
+def close_groups(groups: Mapping[str, Group]) -> None:
+    """Leave every group."""
+    for group in groups.values():
+        group.close()
+
+
+def _next_plan(link: PlanLink) -> StepPlan:
+    """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
+    while True:
+        with suppress(LinkTimeout):
+            return link.receive_plan(_LISTEN_S)

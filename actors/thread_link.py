@@ -1,0 +1,67 @@
+"""The link between an engine, or any maker of plans, and ranks that are threads of the same process: queues.
+
+Plans are shared, not copied: they are frozen values, and a rank copies what it keeps.
+"""
+
+from __future__ import annotations
+
+import queue
+
+from actors.engine.link import LinkClosed, LinkError, LinkTimeout
+from actors.messages import StepPlan, StepResult
+
+
+class ThreadLink:
+    """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
+
+    def __init__(self, world: int) -> None:
+        self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
+        self._answers: queue.SimpleQueue[StepResult | str] = queue.SimpleQueue()
+
+    def end(self, world_rank: int) -> ThreadLinkEnd:
+        """The end of one rank."""
+        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers)
+
+    def send(self, plan: StepPlan) -> None:
+        for plans in self._plans:
+            plans.put(plan)
+
+    def receive(self, timeout_s: float) -> StepResult:
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LinkTimeout(f"no result from {len(self._plans)} thread ranks within {timeout_s:g} s") from None
+        if isinstance(answer, str):
+            raise LinkError(answer)
+        return answer
+
+    def close(self) -> None:
+        for plans in self._plans:
+            plans.put(None)
+
+
+class ThreadLinkEnd:
+    """A rank's end: a `PlanLink`."""
+
+    def __init__(
+        self, world_rank: int, plans: queue.SimpleQueue[StepPlan | None], answers: queue.SimpleQueue[StepResult | str]
+    ) -> None:
+        self._world_rank, self._plans, self._answers = world_rank, plans, answers
+
+    def receive_plan(self, timeout_s: float) -> StepPlan:
+        try:
+            plan = self._plans.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LinkTimeout(f"thread rank {self._world_rank}: no plan within {timeout_s:g} s") from None
+        if plan is None:
+            raise LinkClosed(f"thread rank {self._world_rank}: the link was closed")
+        return plan
+
+    def send_result(self, result: StepResult) -> None:
+        self._answers.put(result)
+
+    def send_failure(self, reason: str) -> None:
+        self._answers.put(f"rank {self._world_rank} failed: {reason}")
+
+    def close(self) -> None:
+        """Nothing is held."""
