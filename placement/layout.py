@@ -105,7 +105,7 @@ class Layout(BaseModel):
             return cls(**values)
         except ValidationError as error:
             names = dict.fromkeys(str(fault["loc"][0]) for fault in error.errors())
-            faults = (f"{name} is {_text(values[name])}, but must be {_FORMS.get(name, _SIZE)[1]}" for name in names)
+            faults = (f"{name} is {text_of(values[name])}, but must be {_FORMS.get(name, _SIZE)[1]}" for name in names)
             raise LayoutError(f"layout {text!r}: {'; '.join(faults)}") from None
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Layout(BaseModel):
         fields = type(self).model_fields
         order = dict.fromkeys(("tp", "pp", *fields))
         changed = {name: getattr(self, name) for name in order if getattr(self, name) != fields[name].default}
-        return ",".join(f"{name}={_text(value)}" for name, value in changed.items()) or "tp=1"
+        return ",".join(f"{name}={text_of(value)}" for name, value in changed.items()) or "tp=1"
 
     def check(self, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
         """Every rule this layout breaks for a model (on a cluster, where one is given). Empty: legal."""
@@ -166,10 +166,10 @@ def _unknown(name: str, fields: list[str]) -> str:
     return f"there is no field {name!r}{hint}: the fields are {', '.join(fields)}"
 
 
-def _text(value: object) -> str:
-    """One value in the text form."""
+def text_of(value: object) -> str:
+    """The value of one field in the text form."""
     if isinstance(value, tuple):
-        return _LIST_SEPARATOR.join(_text(entry) for entry in value)
+        return _LIST_SEPARATOR.join(text_of(entry) for entry in value)
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

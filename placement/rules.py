@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 
 from placement import suggestions
 from placement.hardware import ClusterSpec
-from placement.layout import Layout, Violation
+from placement.layout import Layout, Violation, text_of
 from placement.model_spec import ModelSpec
 
 Broken = tuple[str, str]
 """(field, sentence)"""
 
-BUILT = ("replicas", "pp", "tp", "stage_layers")
+BUILT = ("replicas", "pp", "tp", "stage_layers", "tp_shares")
 """Fields that may differ from their default."""
 
 
@@ -89,6 +89,13 @@ def stage_layers_add_up(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
         yield "stage_layers", f"stage_layers={text} adds up to {sum(given)} layers, but the model has {model.num_layers}"
 
 
+def a_share_per_tp_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Unequal shares name every rank of a tp group. How large they are is free: each rank gets a head, a column and a row."""
+    given = layout.tp_shares
+    if given is not None and len(given) != layout.tp:
+        yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"
+
+
 def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
     """One slot per rank."""
     if layout.devices > cluster.slots:
@@ -127,5 +134,6 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     a_vocabulary_row_per_rank,
     a_layer_per_stage,
     stage_layers_add_up,
+    a_share_per_tp_rank,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

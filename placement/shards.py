@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
+from placement.dealing import Shares, deal, level, split_hands
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
@@ -68,21 +69,17 @@ class Parameter:
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
     """The shard of the rank at `at`. The layout must have passed `layout.check`."""
     first = sum(stage_layers(spec, layout)[: at.pp])
-    q_heads, kv_heads = heads(spec, layout.tp)[at.tp]
+    shares = layout.tp_shares
+    q_heads, kv_heads = heads(spec, layout.tp, shares)[at.tp]
     return Shard(
         layers=range(first, first + stage_layers(spec, layout)[at.pp]),
         q_heads=q_heads,
         kv_heads=kv_heads,
-        columns=columns(spec, layout.tp)[at.tp],
-        vocab=vocabulary(spec, layout.tp)[at.tp],
+        columns=columns(spec, layout.tp, shares)[at.tp],
+        vocab=vocabulary(spec, layout.tp, shares)[at.tp],
         first_stage=at.pp == 0,
         last_stage=at.pp == layout.pp - 1,
     )
-
-
-def deal(total: int, hands: int) -> list[range]:
-    """Contiguous ranges that cover ``range(total)``, sizes differing by at most one, the larger ones first."""
-    return _ranges([total // hands + (hand < total % hands) for hand in range(hands)])
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -99,31 +96,36 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
     return tuple(each + (stage in longer) for stage in range(layout.pp))
 
 
-def heads(spec: ModelSpec, tp: int) -> list[tuple[range, range]]:
-    """(query heads, KV heads) of each tp rank. Both are contiguous; every query head's KV head is on its rank."""
+def heads(spec: ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
+    """(query heads, KV heads) of each tp rank. Both are contiguous; every query head's KV head is on its rank.
+
+    By `shares` where they are given: whole KV groups, or where there are more ranks than those, the heads of each group.
+    """
     per_kv = spec.queries_per_kv
     if tp <= spec.num_kv_heads:
-        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(spec.num_kv_heads, tp)]
+        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(spec.num_kv_heads, tp, shares)]
     return [
         (range(kv * per_kv + part.start, kv * per_kv + part.stop), range(kv, kv + 1))
-        for kv, holders in enumerate(deal(tp, spec.num_kv_heads))
-        for part in deal(per_kv, len(holders))
+        for kv, holders in enumerate(split_hands(per_kv, spec.num_kv_heads, tp, shares))
+        for part in deal(per_kv, len(holders), shares and shares[holders.start : holders.stop])
     ]
 
 
-def columns(spec: ModelSpec, tp: int) -> list[range]:
-    """MLP columns of each tp rank, dealt so that attention and MLP weights together are as even as they can be."""
+def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
+    """MLP columns of each tp rank, dealt so that attention and MLP weights together follow the shares (or are even) as
+    nearly as they can: a rank that got more heads than its due gets fewer columns."""
     attention = [
-        (2 * len(q_heads) + 2 * len(kv_heads)) * spec.head_dim * spec.hidden_size for q_heads, kv_heads in heads(spec, tp)
+        (2 * len(q_heads) + 2 * len(kv_heads)) * spec.head_dim * spec.hidden_size
+        for q_heads, kv_heads in heads(spec, tp, shares)
     ]
     block = _block(spec.intermediate_size, tp)
-    return _deal_to_level(spec.intermediate_size // block, block, attention, 3 * spec.hidden_size)
+    return level(spec.intermediate_size // block, block, attention, 3 * spec.hidden_size, shares)
 
 
-def vocabulary(spec: ModelSpec, tp: int) -> list[range]:
+def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
     """Vocabulary rows of each tp rank, the same for the embedding and the head. Together they cover the padded size."""
     block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
-    blocks = deal(-(-spec.vocab_size // block), tp)
+    blocks = deal(-(-spec.vocab_size // block), tp, shares)
     return [range(hand.start * block, hand.stop * block) for hand in blocks]
 
 
@@ -205,27 +207,9 @@ def _whole(name: str, source: str, size: int) -> Parameter:
     return Parameter(name, (size,), (Piece(source, (size,), 0, range(size), 0),))
 
 
-def _deal_to_level(blocks: int, block: int, already: list[int], each: int) -> list[range]:
-    """Deal blocks one by one to the hand that holds least (`already` plus `each` per row), lowest rank on a tie.
-
-    Every hand gets one first: no rank is without a column, however much attention it has.
-    """
-    hands = [block] * len(already)
-    held = [weight + block * each for weight in already]
-    for _ in range(blocks - len(hands)):
-        poorest = held.index(min(held))
-        hands[poorest] += block
-        held[poorest] += block * each
-    return _ranges(hands)
-
-
 def _block(total: int, hands: int) -> int:
     """Largest block that divides `total` and leaves every hand at least eight on average; 1 if none does."""
     return next((size for size in _BLOCKS if total % size == 0 and total // size >= 8 * hands), 1)
-
-
-def _ranges(lengths: list[int]) -> list[range]:
-    return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -16,7 +16,7 @@ from placement.model_spec import ModelSpec
 def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
     stages = max(asked.pp, len(asked.stage_layers or ()))
-    devices = asked.replicas * stages * asked.stage_ranks
+    devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(model.num_heads, model.intermediate_size, model.vocab_size, devices)
     if cluster is not None:
         most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
@@ -34,7 +34,9 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
     """At most two: one that changes as little as it can, and one that uses the most of the devices asked for."""
     changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
-    uses_most = sorted(among, key=lambda other: (asked.devices - other.devices, _distance(asked, other)))
+    uses_most = sorted(
+        among, key=lambda other: (asked.devices - other.devices, _dropped(asked, other), _distance(asked, other))
+    )
     best = (next(filter(is_legal, ranked), None) for ranked in (changes_least, uses_most))
     return list(dict.fromkeys(layout for layout in best if layout is not None))
 
@@ -51,11 +53,15 @@ def sizes(numbers: Iterable[int]) -> str:
 
 
 def _with_splits(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
-    """The candidate, and where the user gave a split of layers: with that split, mended if need be."""
-    yield candidate
-    if asked.stage_layers is not None and len(asked.stage_layers) == candidate.pp:
-        mended = _mended(asked.stage_layers, model.num_layers)
-        yield candidate.model_copy(update={"stage_layers": mended})
+    """The candidate, and with what the user gave of it: the tp shares, the split of layers (mended if need be), both."""
+    shares, layers = asked.tp_shares, asked.stage_layers
+    kept: list[dict[str, object]] = [{}]
+    if shares is not None and len(shares) == candidate.tp:
+        kept.append({"tp_shares": shares})
+    if layers is not None and len(layers) == candidate.pp:
+        kept += [{**other, "stage_layers": _mended(layers, model.num_layers)} for other in kept]
+    for update in kept:
+        yield candidate.model_copy(update=update)
 
 
 def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
@@ -73,10 +79,16 @@ def _changes(asked: Layout, other: Layout, field: str) -> int:
     return sum(getattr(asked, name) != getattr(other, name) for name in Layout.model_fields if name != field)
 
 
-def _distance(asked: Layout, other: Layout) -> tuple[int, int, int, int]:
+def _dropped(asked: Layout, other: Layout) -> int:
+    """Lists the user wrote by hand that are gone."""
+    return sum(getattr(asked, name) is not None and getattr(other, name) is None for name in ("stage_layers", "tp_shares"))
+
+
+def _distance(asked: Layout, other: Layout) -> tuple[int, ...]:
     return (
         abs(asked.tp - other.tp),
         abs(asked.pp - other.pp),
         abs(asked.replicas - other.replicas),
         (asked.stage_layers is None) != (other.stage_layers is None),
+        (asked.tp_shares is None) != (other.tp_shares is None),
     )

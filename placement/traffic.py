@@ -106,7 +106,8 @@ def choosing(seat: Seat) -> Iterator[Entry]:
     if seat.own.last_stage:
         rows = [row.choosing for row in seat.step.rows if row.choosing is not None]
         widths = [
-            len(range(vocab.start, min(vocab.stop, seat.spec.vocab_size))) for vocab in vocabulary(seat.spec, seat.layout.tp)
+            len(range(vocab.start, min(vocab.stop, seat.spec.vocab_size)))
+            for vocab in vocabulary(seat.spec, seat.layout.tp, seat.layout.tp_shares)
         ]
         yield from sampling(rows, seat.spec.vocab_size, max(widths), seat.layout.tp)
 

@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 LAYOUTS = [
     *(f"tp={tp}" for tp in range(1, 6)),
     *(f"pp={pp}" for pp in (2, 3)),
-    *("tp=2,pp=2", "tp=3,pp=2", "tp=5,pp=3", "tp=4,pp=2,stage_layers=1/3"),
+    *("tp=2,pp=2", "tp=3,pp=2", "tp=5,pp=3", "tp=4,pp=2,stage_layers=1/3", "tp=3,tp_shares=5/2/1", "tp=2,pp=2,tp_shares=1/3"),
 ]
 """The tiny models have 6 query heads in 2 KV groups, 4 layers and 101 tokens: nothing divides."""
 
@@ -151,7 +151,7 @@ def layout_text(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=5", "tp=3,pp=2"], indirect=True)
+@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=5", "tp=3,pp=2", "tp=3,tp_shares=1/9/1"], indirect=True)
 def test_every_way_of_choosing_is_counted_alone_and_together(layout_text: str) -> None:
     model, layout = tiny("llama2"), Layout.parse(layout_text)
     names = list(KINDS)

@@ -94,6 +94,8 @@ def test_every_kind_of_field_is_read() -> None:
         ("stage_layers=3/0", ["stage_layers is 3/0"]),
         ("stage_layers=3//2", ["stage_layers is '3//2'"]),
         ("tp_shares=1/nan", ["tp_shares"]),
+        ("tp=2,tp_shares=3/0", ["tp_shares is 3/0", "above 0, one per tp rank"]),
+        ("tp=2,tp_shares=3/-1", ["tp_shares is 3/-1"]),
         ("sp=yes", ["sp is 'yes'", "true or false"]),
         ("cp_style=star", ["cp_style is 'star'", "ring or allgather"]),
         ("tp=x,qq=1,pp=1.5", ["tp is 'x'", "'qq'", "pp is '1.5'"]),
@@ -126,6 +128,8 @@ def test_no_text_breaks_the_parser(text: str) -> None:
         ("tp=9,pp=5", toy()),
         ("tp=3", toy(num_heads=32, num_kv_heads=8)),
         ("pp=3,stage_layers=1/3/1,replicas=4", toy()),
+        ("tp=2,tp_shares=3/1", toy()),
+        ("tp=9,tp_shares=1000/1/1/1/1/1/1/1/0.001", toy()),
     ],
 )
 def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
@@ -140,6 +144,9 @@ def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
         ("pp=6", "pp", ["6", "5 layers"]),
         ("pp=2,stage_layers=2/2", "stage_layers", ["2/2", "4 layers", "has 5"]),
         ("pp=3,stage_layers=3/2", "stage_layers", ["2 stages", "pp=3"]),
+        ("tp=3,tp_shares=2/1", "tp_shares", ["2/1", "2 tp ranks", "tp=3"]),
+        ("tp_shares=5/2/1", "tp_shares", ["5/2/1", "3 tp ranks", "tp=1"]),
+        ("tp=10,tp_shares=1/1/1/1/1/1/1/1/1/1", "tp", ["10", "9 query heads"]),
         ("replicas=5,tp=2", "replicas", ["10 devices", "8 slots"]),
         ("tp=5", "tp", ["tp=5", "node0", "4 slots"]),
         ("pp=3,tp=3", "pp", ["9 devices", "8 slots"]),
@@ -198,6 +205,11 @@ def test_a_split_without_its_pp_suggests_the_pp_it_names() -> None:
     assert "pp=2,stage_layers=2/3" in suggestions
 
 
+def test_shares_without_their_tp_suggest_the_tp_they_name() -> None:
+    [violation] = Layout.parse("pp=2,tp_shares=5/2/1,stage_layers=2/3").check(toy())
+    assert "tp=3,pp=2,stage_layers=2/3,tp_shares=5/2/1" in violation.suggestions
+
+
 def test_no_suggestion_where_nothing_fits() -> None:
     violations = Layout().check(toy(), cluster())
     assert violations
@@ -254,7 +266,7 @@ print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 _ILLEGAL = (
     *("tp=4,dcp=2", "tp=8,dcp=4", "tp=25", "tp=9", "pp=6", "pp=9", "ep=3", "ep=2,moe_tp=2", "moe_dp=2", "cp=2", "attn_dp=2"),
     *("replicas=9", "tp=4,pp=3", "tp=0", "tq=2", "sp=true", "redundant_experts=1", "stage_layers=5/5", "pp=2,stage_layers=2/2"),
-    *("tp=2,tp_shares=2/1", "cp_style=allgather"),
+    *("tp=3,tp_shares=2/1", "cp_style=allgather"),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.dealing import deal, split_hands
 from placement.layout import Layout
 from placement.mesh import Coords, coords
 from placement.model_spec import ModelSpec
@@ -16,7 +17,6 @@ from placement.shards import (
     Parameter,
     Shard,
     columns,
-    deal,
     heads,
     parameters,
     shard,
@@ -72,8 +72,9 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
         qk_norm=draw(st.sampled_from(["none", "head"])),
         tie_embeddings=draw(st.booleans()),
     )
-    layout = Layout(tp=draw(st.integers(1, model.num_heads)), pp=draw(st.integers(1, model.num_layers)))
-    return model, layout
+    tp = draw(st.integers(1, model.num_heads))
+    shares = st.lists(st.floats(0.01, 100), min_size=tp, max_size=tp).map(tuple)
+    return model, Layout(tp=tp, pp=draw(st.integers(1, model.num_layers)), tp_shares=draw(st.none() | shares))
 
 
 def every_rank(model: ModelSpec, layout: Layout) -> Iterator[tuple[Coords, Shard]]:
@@ -93,11 +94,13 @@ def holders(model: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
     return counts
 
 
-def kv_holders(model: ModelSpec, tp: int) -> np.ndarray:
+def kv_holders(model: ModelSpec, layout: Layout) -> np.ndarray:
     """How many ranks hold each row of a K or V projection, from the rule: spare ranks are dealt over the KV heads."""
-    each = [1] * model.num_kv_heads
+    each, tp = [1] * model.num_kv_heads, layout.tp
     if tp > model.num_kv_heads:
         each = [tp // model.num_kv_heads + (head < tp % model.num_kv_heads) for head in range(model.num_kv_heads)]
+        if layout.tp_shares is not None:
+            each = [len(run) for run in split_hands(model.queries_per_kv, model.num_kv_heads, tp, layout.tp_shares)]
     return np.repeat(each, model.head_dim)
 
 
@@ -109,7 +112,7 @@ def test_every_tensor_is_held_by_exactly_the_expected_ranks(case: tuple[ModelSpe
     assert set(found) == set(holders(model, Layout()))
     for name, count in found.items():
         if ".k_proj." in name or ".v_proj." in name:
-            expected = kv_holders(model, layout.tp)
+            expected = kv_holders(model, layout)
         elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
             expected = np.array([layout.tp])
         elif name == "model.embed_tokens.weight" and model.tie_embeddings and layout.pp > 1:
@@ -242,6 +245,33 @@ def test_smollm2_on_two_stages_has_its_tied_embedding_on_both() -> None:
     [head] = [p for _, own in every_rank(SMOLLM2, Layout(pp=2)) for p in parameters(SMOLLM2, own) if p.name == "head.weight"]
     assert head.shape == (49152, 576)
     assert [piece.source for piece in head.pieces] == ["model.embed_tokens.weight"]
+
+
+def test_smollm2_by_shares_of_two_to_one() -> None:
+    heads_of, columns_of = heads(SMOLLM2, 2, (2.0, 1.0)), columns(SMOLLM2, 2, (2.0, 1.0))
+    assert [(len(q), len(kv)) for q, kv in heads_of] == [(6, 2), (3, 1)]
+    assert [len(hand) for hand in columns_of] == [1024, 512]
+    assert [len(hand) for hand in vocabulary(SMOLLM2, 2, (2.0, 1.0))] == [32768, 16384]
+
+
+def test_columns_make_up_for_heads_that_cannot_follow_the_shares() -> None:
+    # One KV group each is all that can be dealt, so the strong rank takes more of the MLP than its 3 in 4.
+    model = toy(num_heads=4, num_kv_heads=2, hidden_size=64, head_dim=64, intermediate_size=2048)
+    assert [(len(q), len(kv)) for q, kv in heads(model, 2, (3.0, 1.0))] == [(2, 1), (2, 1)]
+    wide, narrow = (len(hand) for hand in columns(model, 2, (3.0, 1.0)))
+    attention, each = 6 * 64 * 64, 3 * 64
+    assert wide / narrow > 3.4
+    assert (attention + each * wide) / (attention + each * narrow) == pytest.approx(3, rel=0.1)
+
+
+def test_more_ranks_than_kv_heads_by_shares() -> None:
+    # 5 : 2 : 1 over 2 KV heads of 3 query heads: the strong rank has a head to itself, the others share one.
+    model = toy(num_heads=6, num_kv_heads=2)
+    assert heads(model, 3, (5.0, 2.0, 1.0)) == [
+        (range(0, 3), range(0, 1)),
+        (range(3, 5), range(1, 2)),
+        (range(5, 6), range(1, 2)),
+    ]
 
 
 def test_no_rank_is_without_columns_however_much_attention_it_has() -> None:
