@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import secrets
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ _DEFAULTS = {
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 """No tensor travels through the object store, so an embedded cluster needs little of it."""
+
+_ANSWER_S = 10.0
+"""A head that does not accept a connection in this time is not there."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ def connect(address: str | None = None, slots: int | None = None) -> Connection:
     when no cluster answers at the address.
     """
     address = address or configured_address()
+    if address is not None:
+        _check_answers(address)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if address is None:
@@ -70,6 +76,17 @@ def this_machine(slots: int) -> ClusterSpec:
     """The cluster that `connect` would embed: this machine, with all its memory and a seat for each rank."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return ClusterSpec(nodes=(NodeSpec(name=platform.node() or "localhost", slots=slots, memory_bytes=memory),))
+
+
+def _check_answers(address: str) -> None:
+    """Raises `ConnectionError` where nobody listens: Ray itself would try, and complain, for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", "local" or a name only Ray understands
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _lock_embedded() -> None:

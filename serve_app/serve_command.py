@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import FrameType
 
 from rich.console import Console
@@ -25,6 +25,8 @@ from serve_app.settings import ServeArgs, replica_settings
 
 _POLL_S = 0.1
 _DEPLOY_TIMEOUT_S = 900.0
+_INTERRUPTED = 130
+"""Exit status of a server that was told to end before it was ready, or twice."""
 
 
 class StartFailed(SystemExit):
@@ -38,7 +40,7 @@ class StartFailed(SystemExit):
 def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, json_logs: bool) -> None:
     """Serve until interrupted. Mistakes are found before anything starts, where they can be.
 
-    Raises `ModelError`, `LayoutError`, or exits with 2 after one message.
+    Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
     """
     _set_logs(json_logs)
     settings = _preflight(args, address)
@@ -47,12 +49,14 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     try:
         cluster = local.connect(address, slots=settings.layout.devices)
     except ConnectionError as error:
-        raise StartFailed(f"no Ray cluster answers at {address}: {error}") from error
+        raise StartFailed(f"no Ray cluster answers at {address or local.configured_address()}: {error}") from error
     try:
-        _deploy(args, settings.layout, host, port, stop)
         if not stop.is_set():
-            _ready(args, settings.layout, host, port, cluster.address)
-            stop.wait()
+            _deploy(args, settings.layout, host, port, stop)
+        if stop.is_set():
+            raise SystemExit(_INTERRUPTED)
+        _ready(args, settings.layout, host, port, cluster.address)
+        stop.wait()
     finally:
         _end(cluster)
 
@@ -138,7 +142,8 @@ def _end(cluster: local.Connection) -> None:
 
     from serve_app.app import APP_NAME
 
-    with redirect_stderr(io.StringIO()):  # Ray reports the end of its own actors as errors
+    # Ray reports the end of its own actors as errors, on either stream.
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
             if cluster.embedded:
                 serve.shutdown()
@@ -164,7 +169,7 @@ def _interrupts() -> threading.Event:
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            raise SystemExit(130)
+            raise SystemExit(_INTERRUPTED)
         stop.set()
 
     signal.signal(signal.SIGINT, interrupt)

@@ -1,0 +1,159 @@
+"""What people get wrong: one message that names it on stderr, exit status 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, resolve
+from tests.ray.server import run
+from tests.tiny_models import tiny
+
+ONLY_USAGE = 10
+"""Seconds within which a mistake is told that needs no cluster to be seen (starting Ray takes longer)."""
+
+
+def refused(*args: str, env: dict[str, str] | None = None, timeout_s: float = 90) -> str:
+    """The one message of a command that must fail with status 2."""
+    done = run(*args, env=env, timeout_s=timeout_s)
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: ")
+    assert all(line.startswith("  - ") for line in lines[1:]), done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A good model folder, to be spoiled."""
+    return Path(shutil.copytree(tiny("llama3").folder, tmp_path / "model"))
+
+
+def cut_short(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return str(file)
+
+
+def no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json"
+
+
+def config_cut_short(folder: Path) -> str:
+    config = folder / "config.json"
+    config.write_text(config.read_text()[:40])
+    return "config.json"
+
+
+def unknown_architecture(folder: Path) -> str:
+    change_config(folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    return "mamba"
+
+
+def wrong_size(folder: Path) -> str:
+    change_config(folder, hidden_size=-3)
+    return "hidden_size"
+
+
+def missing_tensor(folder: Path) -> str:
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    return "model.layers.2.mlp.up_proj.weight"
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("spoil", [no_config, config_cut_short, unknown_architecture, wrong_size])
+def test_a_bad_header_is_named_before_ray_starts(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
+    assert spoil(checkpoint) in refused("serve", str(checkpoint), timeout_s=ONLY_USAGE)
+
+
+@pytest.mark.parametrize("spoil", [cut_short, missing_tensor])
+def test_what_only_a_rank_can_see_is_named_too(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
+    """Two of the ways (see the CPU tests for the others): a cluster is started for each."""
+    at_fault = spoil(checkpoint)
+    before = sorted(checkpoint.rglob("*"))
+    assert at_fault in refused("serve", str(checkpoint), "--layout", "tp=2")
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+@pytest.mark.parametrize("size", [10, 5000, 40_000_000])
+def test_a_gguf_file_cut_short_is_named(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "short.gguf"
+    with resolve(DEFAULT_MODEL).path.open("rb") as whole:
+        file.write_bytes(whole.read(size))
+    assert str(file) in refused("serve", str(file))
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["/nowhere/at/all"], "/nowhere/at/all"),
+        (["MODEL", "--layout", "tp=0"], "tp"),
+        (["MODEL", "--layout", "pp=5"], "pp=5"),
+        (["MODEL", "--layout", "width=2"], "width"),
+        (["MODEL", "--kv-bytes", "100"], "kv_bytes"),
+        (["MODEL", "--kv-bytes", "900TiB"], "kv_bytes"),
+        (["MODEL", "--kv-bytes", "much"], "kv_bytes"),
+        (["MODEL", "--max-model-len", "1000000"], "max_model_len"),
+        (["MODEL", "--device", "tpu"], "device"),
+        (["MODEL", "--step-timeout", "0"], "step_timeout_s"),
+        (["MODEL", "--host", "203.0.113.7", "--port", "8999"], "203.0.113.7"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named_before_ray_starts(args: list[str], named: str) -> None:
+    given = [str(tiny("llama3").folder) if arg == "MODEL" else arg for arg in args]
+    assert named in refused("serve", *given, timeout_s=ONLY_USAGE)
+
+
+def test_a_busy_port_is_named_before_ray_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert port in refused("serve", str(tiny("llama3").folder), "--port", port, timeout_s=ONLY_USAGE)
+
+
+def test_a_cluster_that_does_not_answer_is_named() -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        silent.close()
+        message = refused("serve", str(tiny("llama3").folder), env={"RAY_ADDRESS": address})
+    assert address in message
+    assert time.monotonic() - began < 40
+
+
+def test_an_option_that_does_not_exist() -> None:
+    done = run("serve", "--tensor-parallel", "2")
+    assert done.returncode == 2
+    assert "--tensor-parallel" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_models_are_listed_for_machines() -> None:
+    done = run("models", "--json")
+    assert done.returncode == 0
+    assert [row["name"] for row in json.loads(done.stdout)] == list(BUILT_IN)
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"]])
+def test_help_is_given(command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
