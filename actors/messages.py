@@ -124,7 +124,10 @@ class Row(Message):
     append: list[int] = Field(default_factory=list)
     """Tokens to add to the sequence first: those sampled since the ranks last heard of it."""
     new_blocks: list[int] = Field(default_factory=list)
-    """Blocks to add to the end of the sequence's block table."""
+    """Blocks to add to the end of the sequence's block table.
+
+    With several KV owners, block j of the table is a page of owner ``j % owners`` (`placement.context`).
+    """
     sample: bool = False
     """Sample the token that follows the last one run."""
 

@@ -182,8 +182,8 @@ def _num_blocks(settings: ReplicaSettings, ranks: launch.Ranks) -> int:
     """KV blocks of every rank: what the poorest rank can hold, and no more than the engine could ever fill."""
     free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
     budget = settings.kv_bytes or (int(0.9 * min(free)) if free else DEFAULT_KV_BYTES)
-    useful = settings.max_sequences * (-(-settings.max_model_len // memory.BLOCK_TOKENS))
     needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
+    useful = settings.max_sequences * needs[0].blocks_of(settings.max_model_len)
     fits = memory.num_blocks(needs, [rank.weight_bytes + budget for rank in needs], settings.max_model_len)
     return min(fits, useful)
 
@@ -192,6 +192,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
     return EngineConfig(
         block_size=memory.BLOCK_TOKENS,
         num_blocks=num_blocks,
+        kv_owners=settings.layout.kv_owners,
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,

@@ -76,6 +76,11 @@ class Layout(BaseModel):
         """Ranks of the whole deployment."""
         return self.replicas * self.world
 
+    @property
+    def kv_owners(self) -> int:
+        """Ranks over which the KV blocks of one sequence are dealt (see `placement.context`)."""
+        return self.cp * self.dcp
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form, for example ``tp=2,pp=2,stage_layers=16/14``; empty text is the single rank.

@@ -4,6 +4,11 @@ All ranks use one block table, so all have the same number of blocks: the smalle
 
     budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
 
+With context parallelism a sequence's blocks are dealt over ``kv_owners = cp * dcp`` ranks (`placement.context`). A token
+still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
+
+    cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
+
 The budget is what is left for these two: the caller has taken activations and the run-time's own memory off it.
 """
 
@@ -28,16 +33,28 @@ class MemoryBudgetError(LayoutError):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank of a replica needs. A window does not shrink `kv_bytes_per_token`: every layer keeps every block."""
+    """What one rank of a replica needs. A window does not shrink `kv_bytes_per_token`: every layer keeps every block.
+
+    `kv_bytes_per_token` is of a token whose KV this rank holds: one in `kv_owners` of a long sequence.
+    """
 
     world_rank: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_owners: int = 1
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, all layers of the rank together."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
+
+    def tokens_in(self, kv_bytes: int) -> int:
+        """Tokens of one sequence that fit when this rank and the other owners each have `kv_bytes` for their share."""
+        return kv_bytes // self.block_bytes * self.kv_owners * BLOCK_TOKENS
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of a sequence of `tokens` tokens that this rank holds at most."""
+        return -(-tokens // (BLOCK_TOKENS * self.kv_owners))
 
     def blocks_in(self, budget_bytes: int) -> int:
         """KV blocks that fit beside the weights; negative if not even the weights fit."""
@@ -57,7 +74,10 @@ def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int
 
 
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
-    """Bytes of K and V one token takes on a rank, all its layers together (KV heads held by several ranks count on each)."""
+    """Bytes of K and V one token takes on a rank that holds it, all its layers together.
+
+    KV heads held by several ranks count on each, unless those ranks deal positions out among themselves (dcp).
+    """
     return 2 * len(own.layers) * len(own.kv_heads) * spec.head_dim * DTYPE_BYTES[dtype or spec.dtype]
 
 
@@ -67,7 +87,7 @@ def rank_memories(
     """The needs of every rank of one replica, by world rank. `kv_dtype` is `dtype` unless given."""
     owns = (shard(spec, layout, coords(layout, rank)) for rank in range(layout.world))
     return [
-        RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype))
+        RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
         for rank, own in enumerate(owns)
     ]
 
@@ -79,7 +99,7 @@ def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], m
     `max_length` tokens fits: with less, a request of legal length could never finish.
     """
     budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
-    needed = -(-max_length // BLOCK_TOKENS)
+    needed = ranks[0].blocks_of(max_length)
     room = [(rank.blocks_in(budget), rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
     blocks, tightest, budget = min(room, key=lambda entry: entry[0])
     if blocks < needed:
@@ -97,12 +117,16 @@ def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_lengt
     least = rank.weight_bytes + needed * rank.block_bytes
     remedies = [f"give it {least:,} bytes", "split the model over more ranks (a larger tp or pp)"]
     if blocks > 0:
-        remedies.insert(0, f"allow sequences of at most {blocks * BLOCK_TOKENS:,} tokens")
+        remedies.insert(0, f"allow sequences of at most {blocks * BLOCK_TOKENS * rank.kv_owners:,} tokens")
     return (
         f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache: its weights take {rank.weight_bytes:,}, "
-        f"and one sequence of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of which "
+        f"and {_share(rank)} of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of which "
         f"{max(blocks, 0):,} fit. Remedies: {'; '.join(remedies)}"
     )
+
+
+def _share(rank: RankMemory) -> str:
+    return "one sequence" if rank.kv_owners == 1 else f"its share (1 of {rank.kv_owners}) of one sequence"
 
 
 def _others(shape: tuple[int, ...], dim: int) -> int:

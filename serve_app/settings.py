@@ -97,7 +97,7 @@ def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> 
     if args.kv_bytes is None:
         return asked
     needs = memory.rank_memories(spec, layout, dtype)
-    fits = memory.BLOCK_TOKENS * min(args.kv_bytes // rank.block_bytes for rank in needs)
+    fits = min(rank.tokens_in(args.kv_bytes) for rank in needs)
     if fits == 0 or (args.max_model_len and asked > fits):
         raise LayoutError(
             f"kv_bytes {args.kv_bytes} holds {fits} tokens of a rank's KV cache, fewer than max_model_len {asked}: "

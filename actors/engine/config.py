@@ -11,11 +11,18 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class EngineConfig(BaseModel):
-    """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum)."""
+    """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
+
+    A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.context`), so that
+    ``kv_owners * num_blocks`` blocks can be in use at once.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_blocks: Positive
+    """KV blocks of one rank."""
+    kv_owners: Positive = 1
+    """Ranks that each hold a share of every sequence's blocks."""
     max_model_len: Positive
     """Tokens of a sequence at most, prompt and generated together."""
     block_size: Positive = 16
@@ -39,8 +46,13 @@ class EngineConfig(BaseModel):
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can ever hold: ``min(max_model_len, num_blocks * block_size)``."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        """Tokens that one sequence can ever hold: the smaller of `max_model_len` and `cache_tokens`."""
+        return min(self.max_model_len, self.cache_tokens)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the pages of all owners hold together."""
+        return self.num_blocks * self.kv_owners * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""

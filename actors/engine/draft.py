@@ -14,6 +14,8 @@ class Draft:
 
     step: int
     budget: int
+    owners: int = 1
+    """KV owners: a rank knows a block by its place in its own pages (see `actors.engine.blocks`)."""
     started: list[SequenceStart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Draft:
                 start=sequence.num_planned,
                 count=count,
                 append=sequence.tokens[sequence.num_told :],
-                new_blocks=sequence.blocks[sequence.num_blocks_told :],
+                new_blocks=[block // self.owners for block in sequence.blocks[sequence.num_blocks_told :]],
                 sample=count == sequence.todo and sequence.request.max_tokens > 0,
             )
         )

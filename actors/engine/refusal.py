@@ -83,7 +83,7 @@ def check_request(request: GenerateRequest, config: EngineConfig) -> None:
     _check_tokens("logit_bias", list(request.sampling.logit_bias), config)
     longest = config.capacity - min(1, request.max_tokens)
     if len(request.prompt) > longest:
-        raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.num_blocks * config.block_size)
+        raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.cache_tokens)
 
 
 def _check_tokens(field: str, tokens: list[int], config: EngineConfig) -> None:

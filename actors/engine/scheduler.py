@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.kv_owners)
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
@@ -98,7 +98,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
-        draft = Draft(self.counts.steps, self.config.max_batch_tokens)
+        draft = Draft(self.counts.steps, self.config.max_batch_tokens, self.config.kv_owners)
         self._plan_decodes(draft)
         self._plan_chunks(draft)
         if not draft.has_preempted:
@@ -124,10 +124,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
-        needed = self.config.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-        if needed <= 0:
-            return True
-        while needed > self.pool.num_available:
+        needed = range(len(sequence.blocks), self.config.blocks_for(len(sequence.tokens)))
+        while not self.pool.has_room(needed):
             victim = self.running[-1]
             self._preempt(victim)
             draft.has_preempted = True
@@ -162,8 +160,8 @@ class Scheduler:
         One block is left for each running sequence to grow into: else the next step would take this admission back.
         """
         hits = self._find(sequence)
-        needed = self.config.blocks_for(len(sequence.tokens)) - len(hits)
-        if needed + len(self.running) > self.pool.available_beside(hits):
+        needed = range(len(hits), self.config.blocks_for(len(sequence.tokens)))
+        if not self.pool.has_room(needed, hits, growing=[len(other.blocks) for other in self.running]):
             return False
         self.pool.acquire(hits)
         sequence.blocks = hits + self.pool.allocate(needed)

@@ -1,8 +1,8 @@
 """Stand-in ranks in this process, for tests of whatever sits on an engine: no torch, no model, exact answers.
 
 The "model" is a hash of the whole history, so a wrong token, position, block or cache hit changes everything after it. It
-keeps its KV in blocks as a rank would: the state after each token is written to its slot, and every row first reads its whole
-context back through its block table. A plan that a real rank could not run raises `ScriptError`.
+keeps its KV in blocks as the ranks would (all KV owners in one): the state after each token is written to its slot, and every
+row first reads its whole context back through its block table. A plan that a real rank could not run raises `ScriptError`.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class _Known:
 
 
 class ScriptedRank:
-    """Applies plans in order, strictly."""
+    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000) -> None:
-        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1) -> None:
+        self.num_blocks, self.block_size, self.vocab_size, self.owners = num_blocks, block_size, vocab_size, owners
         self.sequences: dict[int, _Known] = {}
         self.plans: list[StepPlan] = []
-        self._slots: dict[int, int] = {}
-        """State of the model by slot, the stand-in for K and V."""
+        self._slots: dict[tuple[int, int], int] = {}
+        """State of the model by (owner, slot), the stand-in for K and V."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """The result of the next plan."""
@@ -131,13 +131,14 @@ class ScriptedRank:
                 raise ScriptError(f"the KV of token {position} is not in block {known.blocks[position // self.block_size]}")
         return state
 
-    def _slot(self, known: _Known, position: int) -> int:
-        if position // self.block_size >= len(known.blocks):
+    def _slot(self, known: _Known, position: int) -> tuple[int, int]:
+        place = position // self.block_size
+        if place >= len(known.blocks):
             raise ScriptError(f"token {position} has no block (blocks {known.blocks})")
-        block = known.blocks[position // self.block_size]
+        block = known.blocks[place]
         if not 0 <= block < self.num_blocks:
             raise ScriptError(f"block {block} of {self.num_blocks}")
-        return block * self.block_size + position % self.block_size
+        return place % self.owners, block * self.block_size + position % self.block_size
 
 
 class ScriptedLink:
@@ -149,9 +150,10 @@ class ScriptedLink:
         block_size: int = 16,
         vocab_size: int = 1000,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
+        owners: int = 1,
     ) -> None:
         """`before_step` runs in place of the model's work: it may wait (a slow step) or raise a `LinkError` (a lost rank)."""
-        self.rank = ScriptedRank(num_blocks, block_size, vocab_size)
+        self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners)
         self.is_closed = False
         self._before_step = before_step
         self._is_mute = False

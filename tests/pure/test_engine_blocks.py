@@ -41,11 +41,11 @@ def test_a_chain_grows_as_if_made_at_once() -> None:
 
 def test_a_freed_sequence_is_evicted_from_its_end() -> None:
     pool, names = BlockPool(4), chain(list(range(12)))
-    blocks = pool.allocate(3)
+    blocks = pool.allocate(range(3))
     for block, name in zip(blocks, names, strict=True):
         pool.register(block, name)
     pool.free(blocks)
-    pool.allocate(2)  # the blank one, then one eviction
+    pool.allocate(range(2))  # the blank one, then one eviction
     assert pool.lookup(names) == blocks[:2]
     pool.check()
 
@@ -53,25 +53,25 @@ def test_a_freed_sequence_is_evicted_from_its_end() -> None:
 def test_the_longest_unused_is_evicted_first() -> None:
     pool = BlockPool(2)
     old, new = chain([1] * 4), chain([2] * 4)
-    a, b = pool.allocate(2)
+    a, b = pool.allocate(range(2))
     pool.register(a, old[0])
     pool.register(b, new[0])
     pool.free([b])
     pool.free([a])
     pool.acquire(pool.lookup(new))  # used again: now the younger one
     pool.free([b])
-    pool.allocate(1)
+    pool.allocate(range(1))
     assert pool.lookup(old) == []
     assert pool.lookup(new) == [b]
 
 
 def test_a_shared_block_outlives_its_first_owner() -> None:
     pool, names = BlockPool(2), chain([7] * 4)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(range(1))
     pool.register(block, names[0])
     pool.acquire(pool.lookup(names))
     pool.free([block])
-    assert pool.allocate(1) != [block]
+    assert pool.allocate(range(1)) != [block]
     assert pool.num_available == 0
     pool.free([block])
     assert pool.num_available == pool.num_cached == 1
@@ -79,7 +79,7 @@ def test_a_shared_block_outlives_its_first_owner() -> None:
 
 def test_a_duplicate_goes_back_blank() -> None:
     pool, names = BlockPool(2), chain([7] * 4)
-    for block in pool.allocate(2):
+    for block in pool.allocate(range(2)):
         pool.register(block, names[0])
     pool.free([0])
     pool.free([1])
@@ -89,19 +89,22 @@ def test_a_duplicate_goes_back_blank() -> None:
 
 def test_misuse_is_our_own_fault_and_stops() -> None:
     pool = BlockPool(1)
-    with pytest.raises(AssertionError, match="2 blocks asked for, 1 available"):
-        pool.allocate(2)
-    blocks = pool.allocate(1)
+    with pytest.raises(AssertionError, match=r"places range\(0, 2\), 1 available"):
+        pool.allocate(range(2))
+    blocks = pool.allocate(range(1))
     pool.free(blocks)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(blocks)
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["take", "free"]), st.integers(0, 3), st.integers(0, 9)), max_size=60))
-def test_no_block_is_lost_and_none_in_use_is_touched(operations: list[tuple[str, int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "free"]), st.integers(0, 3), st.integers(0, 9)), max_size=60),
+    st.sampled_from([1, 2, 4]),
+)
+def test_no_block_is_lost_and_none_in_use_is_touched(operations: list[tuple[str, int, int]], owners: int) -> None:
     """Sequences of four kinds of content come and go; what a holder wrote stays as it was while it holds."""
-    pool, held, content = BlockPool(8), [], dict[int, tuple[int, int]]()
+    pool, held, content = BlockPool(8 // owners, owners), [], dict[int, tuple[int, int]]()
     for operation, kind, which in operations:
         if operation == "free" and held:
             pool.free(held.pop(which % len(held)))
@@ -109,13 +112,14 @@ def test_no_block_is_lost_and_none_in_use_is_touched(operations: list[tuple[str,
             names = chain([kind] * 12)
             hits = pool.lookup(names)
             assert all(content[block] == (kind, i) for i, block in enumerate(hits)), "a hit holds something else"
-            needed = 3 - len(hits)
-            if needed <= pool.available_beside(hits):
+            needed = range(len(hits), 3)
+            if pool.has_room(needed, hits):
                 pool.acquire(hits)
                 fresh = pool.allocate(needed)
                 in_use = {block for blocks in held for block in blocks} | set(hits)
                 assert not in_use & set(fresh), "a block in use was handed out"
                 blocks = hits + fresh
+                assert [block % owners for block in blocks] == [place % owners for place in range(3)]
                 for i, block in enumerate(blocks):
                     content[block] = (kind, i)
                     pool.register(block, names[i])
@@ -125,3 +129,26 @@ def test_no_block_is_lost_and_none_in_use_is_touched(operations: list[tuple[str,
         pool.free(blocks)
     pool.check()
     assert pool.num_available == 8
+
+
+def test_every_owner_has_its_own_blocks() -> None:
+    pool = BlockPool(2, owners=3)
+    first = pool.allocate(range(4))
+    assert first == [0, 1, 2, 3]
+    assert pool.has_room(range(4, 6))
+    assert not pool.has_room(range(3, 4), growing=[6]), "owner 0 is full, however much the others have"
+    assert not pool.has_room(range(4, 8))
+    pool.free(first)
+    pool.check()
+    assert pool.has_room(range(6))
+    assert not pool.has_room(range(7))
+
+
+def test_a_hit_that_is_cached_is_not_counted_as_room_of_its_owner() -> None:
+    pool, names = BlockPool(1, owners=2), chain([5] * 8)
+    for block, name in zip(pool.allocate(range(2)), names, strict=True):
+        pool.register(block, name)
+    pool.free([0, 1])
+    hits = pool.lookup(names)
+    assert pool.has_room(range(1, 2), hits[:1])
+    assert not pool.has_room(range(2, 3), hits)

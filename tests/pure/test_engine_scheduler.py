@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, settings: EngineConfig, depth: int = 1) -> None:
         self.config, self.depth = settings, depth
         self.scheduler = Scheduler(settings)
-        self.rank = ScriptedRank(settings.num_blocks, settings.block_size, VOCAB)
+        self.rank = ScriptedRank(settings.num_blocks, settings.block_size, VOCAB, settings.kv_owners)
         self.now = 0.0
         self.order = itertools.count()
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
@@ -80,7 +80,7 @@ class Bench:
                 break
             self.step()
         assert self.scheduler.num_live == 0, "requests do not finish"
-        assert self.scheduler.pool.num_available == self.config.num_blocks, "blocks did not come back"
+        assert self.scheduler.pool.num_available == self.config.num_blocks * self.config.kv_owners, "blocks did not come back"
         assert self.scheduler.waiting.num_requests == self.scheduler.waiting.num_tokens == 0
 
     def tokens(self, request_id: str) -> list[int]:
@@ -117,9 +117,17 @@ REQUESTS = st.fixed_dictionaries(
         "sampling": st.sampled_from([SamplingParams(), SamplingParams(prompt_logprobs=0)]),
     }
 )
+
+
+def dealt(num_blocks: int, kv_owners: int, **changes: Any) -> EngineConfig:
+    """About `num_blocks` blocks, dealt over the owners."""
+    return config(num_blocks=-(-num_blocks // kv_owners), kv_owners=kv_owners, **changes)
+
+
 CONFIGS = st.builds(
-    config,
+    dealt,
     num_blocks=st.integers(7, 16),
+    kv_owners=st.integers(1, 3),
     max_batch_tokens=st.integers(4, 20),
     max_chunk_tokens=st.integers(1, 12),
     prefix_cache=st.booleans(),
@@ -143,8 +151,9 @@ def test_whatever_comes_all_finish_with_their_own_tokens(
     bench.check_outputs()
 
 
-def test_preemption_changes_no_token() -> None:
-    bench = Bench(config(num_blocks=9))
+@pytest.mark.parametrize(("num_blocks", "owners"), [(9, 1), (5, 2), (3, 3)])
+def test_preemption_changes_no_token(num_blocks: int, owners: int) -> None:
+    bench = Bench(config(num_blocks=num_blocks, kv_owners=owners))
     bench.add(*(request(str(i), [i] * 7, 25) for i in range(4)))
     bench.drain()
     assert bench.scheduler.counts.preemptions > 0
@@ -278,6 +287,28 @@ def test_a_sequence_ends_where_the_model_or_the_cache_ends() -> None:
         bench.drain()
         assert 3 + len(bench.tokens("a")) == total
         assert bench.finish("a") == "length"
+
+
+@pytest.mark.parametrize("owners", [2, 3])
+def test_a_context_of_every_owners_pages_fits(owners: int) -> None:
+    """With 4 blocks of 4 tokens each, one owner holds 16 tokens; a sequence may have that times the owners."""
+    settings = config(num_blocks=4, kv_owners=owners, max_model_len=1000)
+    bench = Bench(settings)
+    bench.add(request("whole", list(range(16 * owners - 5)), 1000))
+    with pytest.raises(PromptTooLong):
+        check_request(request("more", [1] * 16 * owners), settings)
+    bench.drain()
+    assert 16 * owners - 5 + len(bench.tokens("whole")) == settings.capacity == 16 * owners
+    bench.check_outputs()
+
+
+def test_owners_hold_a_sequence_to_within_one_block() -> None:
+    bench = Bench(config(num_blocks=8, kv_owners=3))
+    bench.add(request("a", list(range(30)), 1))
+    bench.step()
+    (sequence,) = bench.scheduler.running
+    assert [block % 3 for block in sequence.blocks] == [0, 1, 2, 0, 1, 2, 0, 1]
+    bench.drain()
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -112,3 +112,18 @@ def test_a_slot_can_count_on_the_smallest_share() -> None:
     )
     assert slot_bytes(ClusterSpec(nodes=nodes)) == 30
     assert slot_bytes(ClusterSpec(nodes=nodes[3:])) is None
+
+
+def test_a_context_of_every_owners_pages_fits() -> None:
+    """Two owners with 7 blocks each hold a sequence of 14 blocks."""
+    rank = RankMemory(0, 1000, 10, kv_owners=2)
+    assert num_blocks([rank], 1000 + 7 * 160, max_length=224) == 7
+    assert rank.tokens_in(7 * 160) == 224
+    with pytest.raises(MemoryBudgetError, match=r"its share \(1 of 2\) of one sequence.*at most 224 tokens"):
+        num_blocks([rank], 1000 + 7 * 160, max_length=225)
+
+
+def test_context_parallelism_leaves_the_bytes_of_a_token_where_it_lies() -> None:
+    plain, spread = (rank_memories(LLAMA_70B, Layout.parse(text)) for text in ("", "cp=2"))
+    assert [rank.kv_bytes_per_token for rank in spread] == [plain[0].kv_bytes_per_token] * 2
+    assert [rank.kv_owners for rank in spread] == [2, 2]

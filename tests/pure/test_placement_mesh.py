@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.layout import Layout
-from placement.mesh import AXES, Coords, coords, group_of, groups, world_rank
+from placement.mesh import AXES, Coords, coords, group_of, groups, leader, world_rank
 
 layouts = st.builds(Layout, pp=st.integers(1, 4), attn_dp=st.integers(1, 3), cp=st.integers(1, 3), tp=st.integers(1, 5))
 
@@ -62,3 +62,15 @@ def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
         coords(Layout(pp=2, tp=3), 6)
     with pytest.raises(KeyError, match="no axis 'pt'"):
         groups(Layout(), "pt")
+
+
+@pytest.mark.parametrize(("text", "rank"), [("", 0), ("tp=3", 0), ("pp=2,tp=3", 3), ("cp=2,tp=2", 0), ("cp=2,tp=2,pp=3", 8)])
+def test_the_leader_is_the_first_rank_of_the_last_stage(text: str, rank: int) -> None:
+    assert leader(Layout.parse(text)) == rank
+
+
+def test_dcp_groups_are_consecutive_ranks_of_a_tp_group() -> None:
+    layout = Layout(cp=2, tp=4, dcp=2)
+    assert groups(layout, "dcp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert group_of(layout, "dcp", 6) == [6, 7]
+    assert groups(Layout(tp=2), "dcp") == [[0], [1]]
