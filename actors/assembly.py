@@ -24,7 +24,7 @@ from actors.model.group import Group
 from actors.model.kv_cache import KVCache
 from actors.runner import Runner
 from actors.sampler import Sampler
-from placement import mesh, shards
+from placement import mesh, sequence_parallel, shards
 from placement.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +55,8 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
     """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
     backend = attention.choose(device, dtype, config.block_size)
-    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device)
+    scatter_from = sequence_parallel.scatter_from(config.layout)
+    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from)
     source = open_source(config.model_path, config.spec)
     try:
         load(dict(decoder.named_parameters()), config.spec, own, source, progress)

@@ -103,13 +103,20 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states `[tokens, hidden]` of the last stage; None on the others, which send theirs on."""
         stage, stages = self._stages.rank, self._stages
-        shape = (batch.num_tokens, self._hidden_size)
-        before = stages.recv(shape, self._cache.dtype, stage - 1) if stage > 0 else None
+        shape = (len(self._decoder.regions.own(batch.num_tokens)), self._hidden_size)
+        before = self._arrived(shape) if stage > 0 else None
         hidden: Tensor = self._decoder(batch, before, self._cache)
         if stage == stages.size - 1:
             return hidden
-        stages.send(hidden, stage + 1)
+        if len(hidden):
+            stages.send(hidden, stage + 1)
         return None
+
+    def _arrived(self, shape: tuple[int, int]) -> Tensor:
+        """This rank's share of what the stage before computed; a share of no tokens is not sent."""
+        if shape[0] == 0:
+            return torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
+        return self._stages.recv(shape, self._cache.dtype, self._stages.rank - 1)
 
     def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
         wanted = [(row, last) for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]

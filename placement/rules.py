@@ -18,7 +18,7 @@ from placement.model_spec import ModelSpec
 Broken = tuple[str, str]
 """(field, sentence)"""
 
-BUILT = ("replicas", "pp", "tp", "stage_layers", "tp_shares")
+BUILT = ("replicas", "pp", "tp", "sp", "stage_layers", "tp_shares")
 """Fields that may differ from their default."""
 
 
@@ -96,6 +96,12 @@ def a_share_per_tp_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
         yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"
 
 
+def sp_has_tokens_to_split(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Sequence parallelism deals tokens over a tp group; a group of one has nobody to deal to."""
+    if layout.sp and layout.tp == 1:
+        yield "sp", "sp=true deals the tokens of norms and residual sums over the tp ranks, but tp=1"
+
+
 def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
     """One slot per rank."""
     if layout.devices > cluster.slots:
@@ -135,5 +141,6 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     a_layer_per_stage,
     stage_layers_add_up,
     a_share_per_tp_rank,
+    sp_has_tokens_to_split,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

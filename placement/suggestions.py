@@ -27,7 +27,8 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
             groups = min(groups, cluster.tp_groups(tp))
         for pp in range(1, min(model.num_layers, groups) + 1):
             replicas = min(asked.replicas, groups // pp)
-            found += _with_splits(Layout(replicas=replicas, pp=pp, tp=tp), asked, model)
+            # sp is kept where it was asked for and still has tokens to deal.
+            found += _with_splits(Layout(replicas=replicas, pp=pp, tp=tp, sp=asked.sp and tp > 1), asked, model)
     return found
 
 

@@ -6,7 +6,10 @@ runs. One small function per region of the forward pass says what that region do
     first stage                    every layer                                  last stage
     [embed] all_reduce tp    [attention] all_reduce tp  [mlp] all_reduce tp     [sampling] all_gather tp
                                                    │ send pp / recv pp
-                                                   └─────[stage boundary]────→ next stage
+                                                   └─[stage boundary]→ next stage: all_gather tp
+
+Where the step is scattered (`placement.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
+next layer that needs all tokens, and what arrives from the stage before needs none.
 
 A group of one rank is silent: regions may name it, and its entries are dropped.
 """
@@ -17,7 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from placement.collectives import Entry, all_reduce, recv, send
+from placement import sequence_parallel
+from placement.collectives import Entry, all_gather, all_reduce, recv, reduce_scatter, send
+from placement.dealing import deal
 from placement.layout import Layout
 from placement.mesh import Coords, coords
 from placement.model_spec import ModelSpec
@@ -37,9 +42,24 @@ class Seat:
     step: StepShape
 
     @property
+    def query_lens(self) -> list[int]:
+        """Tokens this rank runs of each row."""
+        return [row.tokens for row in self.step.rows]
+
+    @property
     def num_tokens(self) -> int:
         """Token rows this rank runs."""
-        return self.step.num_tokens
+        return sum(self.query_lens)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the hidden states of this rank's own tokens: its share of the tp group's."""
+        return self.hidden_bytes(len(deal(self.num_tokens, self.layout.tp)[self.at.tp]))
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the rank holds its own tokens only, between layers."""
+        return sequence_parallel.is_scattered(self.query_lens, sequence_parallel.scatter_from(self.layout))
 
     def hidden_bytes(self, rows: int) -> int:
         """Bytes of the hidden states of `rows` tokens."""
@@ -74,31 +94,50 @@ def counters(entries: Sequence[Entry], axis: str) -> tuple[Counter[str], Counter
 
 
 def arriving(seat: Seat) -> Iterator[Entry]:
-    """Hidden states come from the stage before; the sender pays for the bytes."""
+    """Each rank's own tokens come from the stage before (the sender pays for the bytes), and are joined."""
     if not seat.own.first_stage:
-        yield recv("stage boundary", "pp", seat.layout.pp, seat.hidden_bytes(seat.num_tokens))
+        if seat.own_bytes:
+            yield recv("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
+        if not seat.is_scattered:
+            yield all_gather("stage boundary", "tp", seat.layout.tp, seat.own_bytes)
 
 
 def embedding(seat: Seat) -> Iterator[Entry]:
     """Each rank looks up the ids it has rows for; the sum is the embedding."""
     if seat.own.first_stage:
-        yield all_reduce("embedding", "tp", seat.layout.tp, seat.hidden_bytes(seat.num_tokens))
+        yield _sum(seat, "embedding")
+
+
+def attention_input(seat: Seat) -> Iterator[Entry]:
+    """The projections to queries, keys and values want all tokens."""
+    yield from _gathered(seat, "attention input", len(seat.own.layers))
 
 
 def attention_output(seat: Seat) -> Iterator[Entry]:
     """The output projection is row parallel: its partial sums are added, once a layer."""
-    yield _layer_sum(seat, "attention output")
+    yield _sum(seat, "attention output", len(seat.own.layers))
+
+
+def mlp_input(seat: Seat) -> Iterator[Entry]:
+    """The gate and up projections want all tokens."""
+    yield from _gathered(seat, "mlp input", len(seat.own.layers))
 
 
 def mlp_output(seat: Seat) -> Iterator[Entry]:
-    """The down projection likewise."""
-    yield _layer_sum(seat, "mlp output")
+    """The down projection is row parallel."""
+    yield _sum(seat, "mlp output", len(seat.own.layers))
+
+
+def head_input(seat: Seat) -> Iterator[Entry]:
+    """The head wants rows of any token."""
+    if seat.own.last_stage:
+        yield from _gathered(seat, "head input", 1)
 
 
 def leaving(seat: Seat) -> Iterator[Entry]:
-    """Hidden states go to the next stage: once, whatever the number of layers."""
-    if not seat.own.last_stage:
-        yield send("stage boundary", "pp", seat.layout.pp, seat.hidden_bytes(seat.num_tokens))
+    """Each rank's own tokens go to the next stage: once, whatever the number of layers. A rank without any sends nothing."""
+    if not seat.own.last_stage and seat.own_bytes:
+        yield send("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
 
 
 def choosing(seat: Seat) -> Iterator[Entry]:
@@ -113,10 +152,29 @@ def choosing(seat: Seat) -> Iterator[Entry]:
 
 
 Region = Callable[[Seat], Iterator[Entry]]
-REGIONS: tuple[Region, ...] = (arriving, embedding, attention_output, mlp_output, leaving, choosing)
+REGIONS: tuple[Region, ...] = (
+    arriving,
+    embedding,
+    attention_input,
+    attention_output,
+    mlp_input,
+    mlp_output,
+    head_input,
+    leaving,
+    choosing,
+)
 """In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
 
 
-def _layer_sum(seat: Seat, where: str) -> Entry:
-    """The sum of a row-parallel product in each of the rank's layers."""
-    return all_reduce(where, "tp", seat.layout.tp, seat.hidden_bytes(seat.num_tokens), calls=len(seat.own.layers))
+def _sum(seat: Seat, where: str, calls: int = 1) -> Entry:
+    """Partial sums over the tp group, added; each rank keeps all tokens of the sum or its own."""
+    whole = seat.hidden_bytes(seat.num_tokens)
+    if seat.is_scattered:
+        return reduce_scatter(where, "tp", seat.layout.tp, whole, seat.own_bytes, calls)
+    return all_reduce(where, "tp", seat.layout.tp, whole, calls)
+
+
+def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
+    """All tokens where the rank holds its own only."""
+    if seat.is_scattered:
+        yield all_gather(where, "tp", seat.layout.tp, seat.own_bytes, calls)

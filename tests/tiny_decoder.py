@@ -87,12 +87,15 @@ def run(
     schedule: Schedule,
     pages: Pages = SHUFFLED,
     make_attention: Callable[[], AttentionBackend] = CpuAttention,
+    scatter_from: int | None = None,
 ) -> list[Tensor]:
-    """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp)."""
+    """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp). `scatter_from`: see `Decoder`."""
     groups = [SoloGroup("tp")] if layout.tp == 1 else thread_groups(layout.tp, "tp")
 
     def rank(group: Group) -> list[Tensor]:
-        stages = [stage(model, layout, Coords(pp, 0, 0, group.rank), group, make_attention()) for pp in range(layout.pp)]
+        stages = [
+            stage(model, layout, Coords(pp, 0, 0, group.rank), group, make_attention(), scatter_from) for pp in range(layout.pp)
+        ]
         return _run_rank(model.spec, stages, sequences, schedule, pages)
 
     locals_ = [rank(groups[0])] if layout.tp == 1 else run_ranks(groups, rank)
@@ -101,10 +104,17 @@ def run(
     return [logits[:, : model.spec.vocab_size] for logits in joined]
 
 
-def stage(model: TinyModel, layout: Layout, at: Coords, group: Group, attention: AttentionBackend) -> tuple[Shard, Decoder]:
+def stage(
+    model: TinyModel,
+    layout: Layout,
+    at: Coords,
+    group: Group,
+    attention: AttentionBackend,
+    scatter_from: int | None = None,
+) -> tuple[Shard, Decoder]:
     """One rank's decoder, filled from the model's weights through the shard table."""
     own = shard(model.spec, layout, at)
-    decoder = Decoder(model.spec, own, group, attention, torch.float32)
+    decoder = Decoder(model.spec, own, group, attention, torch.float32, scatter_from=scatter_from)
     fill(decoder, model, own)
     return own, decoder
 

@@ -22,6 +22,7 @@ from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
 from actors.model.layers import ColumnParallel, GatedMLP, RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead
+from actors.model.regions import Region, Regions
 from actors.model.rope import Rope, Rotation
 from placement.model_spec import ModelSpec
 from placement.shards import Shard, parameters
@@ -34,6 +35,7 @@ class Step:
     rotate: Rotation
     plan: Any
     cache: KVCache
+    region: Region
 
 
 class Decoder(nn.Module):
@@ -47,27 +49,33 @@ class Decoder(nn.Module):
         attention: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        scatter_from: int | None = None,
     ) -> None:
+        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.sequence_parallel`)."""
         super().__init__()
-        build = _Builder(spec, own, tp, attention, dtype, device)
+        build = _Builder(spec, own, attention, dtype, device)
         self.embed = build.embedding() if own.first_stage else ReceivedHidden()
         self.layers = nn.ModuleDict({str(layer): build.layer(layer) for layer in own.layers})
         self.norm = build.norm("norm") if own.last_stage else nn.Identity()
         self.head = build.head() if own.last_stage else NoHead(own)
+        self.regions = Regions(tp, scatter_from)
+        self._leave = _all_tokens if own.last_stage else _own_tokens
         self._rope = Rope(spec.rope, spec.head_dim, device)
         self._attention = attention
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCache) -> Tensor:
-        """[tokens, hidden] after this stage's layers; `hidden` is what the previous stage returned (None on the first).
+        """This stage's layers. `hidden` is what the same tp rank of the previous stage returned (None on the first).
 
-        Writes the step's keys and values to `cache`.
+        Returns [tokens, hidden] on the last stage, on the others the rank's own tokens of it (`Regions.own`), which is all
+        that the next stage needs of this rank. Writes the step's keys and values to `cache`.
         """
-        step = Step(self._rope.at(batch.positions), self._attention.prepare(batch, cache), cache)
-        hidden = self.embed(batch.token_ids, hidden)
+        region = self.regions.of(batch.query_lens)
+        step = Step(self._rope.at(batch.positions), self._attention.prepare(batch, cache), cache, region)
+        hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
-        return hidden
+        return self._leave(hidden, region)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
@@ -75,11 +83,21 @@ class Decoder(nn.Module):
         return self.head(self.norm(rows))  # type: ignore[no-any-return]
 
 
+def _all_tokens(hidden: Tensor, region: Region) -> Tensor:
+    """What leaves the last stage: its head wants rows of any token."""
+    return region.gather(hidden)
+
+
+def _own_tokens(hidden: Tensor, region: Region) -> Tensor:
+    """What leaves an earlier stage: together the ranks hold every token once."""
+    return region.slice(hidden)
+
+
 class ReceivedHidden(nn.Module):
     """Stands where the first stage has its embedding: the hidden states come from the previous stage."""
 
-    def forward(self, token_ids: Tensor, received: Tensor) -> Tensor:
-        return received
+    def forward(self, token_ids: Tensor, received: Tensor, region: Region) -> Tensor:
+        return region.join(received)
 
 
 class NoHead(nn.Module):
@@ -102,7 +120,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         hidden = hidden + self.attn(self.input_norm(hidden), step)
-        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+        return hidden + self.mlp(self.post_norm(hidden), step.region)  # type: ignore[no-any-return]
 
 
 class GroupedAttention(nn.Module):
@@ -118,13 +136,13 @@ class GroupedAttention(nn.Module):
         self._layer, self._window, self._backend = layer, spec.windows[layer], backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        heads = self.qkv(x).view(x.shape[0], self._q_heads + 2 * self._kv_heads, self._head_dim)
+        """What the rank holds of [tokens, hidden], before and after."""
+        heads = self.qkv(x, step.region).view(-1, self._q_heads + 2 * self._kv_heads, self._head_dim)
         rotated = self._q_heads + self._kv_heads
         qk, v = heads[:, :rotated], heads[:, rotated:]
         q, k = self._split(step.rotate(self._normed(qk)))
         out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale)
-        return self.o(out.flatten(1))  # type: ignore[no-any-return]
+        return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:
         """Query and key heads [tokens, q_heads + kv_heads, head_dim] as they go into the rotation."""
@@ -153,19 +171,18 @@ class _Builder:
         self,
         spec: ModelSpec,
         own: Shard,
-        tp: Group,
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self._spec, self._own, self._tp, self._backend = spec, own, tp, backend
+        self._spec, self._own, self._backend = spec, own, backend
         self._table = {
             row.name: nn.Parameter(torch.empty(row.shape, dtype=dtype, device=device), requires_grad=False)
             for row in parameters(spec, own)
         }
 
     def embedding(self) -> VocabularyEmbedding:
-        return VocabularyEmbedding(self._table["embed.weight"], self._own.vocab, self._tp)
+        return VocabularyEmbedding(self._table["embed.weight"], self._own.vocab)
 
     def head(self) -> VocabularyHead:
         """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
@@ -187,7 +204,7 @@ class _Builder:
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def row(self, name: str) -> RowParallel:
-        return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"), self._tp)
+        return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._table[f"{name}.weight"], self._spec.norm_eps)

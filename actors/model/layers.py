@@ -1,10 +1,10 @@
 """The layers of a dense transformer on one rank's slice of the weights.
 
-A layer is handed its parameters and the one group it talks to, and knows nothing else of the world. Column-parallel
-layers split their outputs and say nothing; row-parallel ones split their inputs and sum over the group::
+A layer is handed its parameters and, each step, the region it sits in, and knows nothing else of the world. Column-parallel
+layers split their outputs, row-parallel ones split their inputs and sum over the ranks; the region says how (`regions.py`)::
 
-        x ──→ column parallel ──→ [my columns] ──→ row parallel ──→ partial sum ──all_reduce──→ + bias ──→ y
-    (whole)     (my rows of W)                     (my columns of W)                            (once)
+        x ──gather──→ column parallel ──→ [my columns] ──→ row parallel ──→ partial sum ──sum──→ + bias ──→ y
+                       (my rows of W)                     (my columns of W)                      (once)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.model.group import Group
+from actors.model.regions import Region
 
 _ROW_MULTIPLE = 4
 _FEW_ROWS = 8
@@ -53,22 +53,22 @@ class ColumnParallel(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        return linear(region.gather(x), self.weight, self.bias)
 
 
 class RowParallel(nn.Module):
-    """Holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the group.
+    """Holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the ranks.
 
     The bias is added once, after the sum: every rank holds it whole.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight, self.bias, self._group = weight, bias, group
+        self.weight, self.bias = weight, bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        total = self._group.all_reduce(linear(x, self.weight))
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        total = region.sum(linear(x, self.weight))
         return total if self.bias is None else total + self.bias
 
 
@@ -90,24 +90,24 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down = gate_up, down
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        gate, up = self.gate_up(x, region).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up), region)  # type: ignore[no-any-return]
 
 
 class VocabularyEmbedding(nn.Module):
-    """Holds the embedding rows of the token ids in `vocab`: ``[tokens] -> [tokens, hidden]``, summed over the group."""
+    """Holds the embedding rows of the token ids in `vocab`: ``[tokens] -> [tokens, hidden]``, summed over the ranks."""
 
-    def __init__(self, weight: nn.Parameter, vocab: range, group: Group) -> None:
+    def __init__(self, weight: nn.Parameter, vocab: range) -> None:
         super().__init__()
-        self.weight, self._vocab, self._group = weight, vocab, group
+        self.weight, self._vocab = weight, vocab
 
-    def forward(self, token_ids: Tensor, received: Tensor | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
         """`received` is what an earlier stage would have sent; the first stage has none."""
         own = token_ids - self._vocab.start
         elsewhere = (own < 0) | (own >= len(self._vocab))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
-        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+        return region.sum(rows.masked_fill_(elsewhere[:, None], 0))
 
 
 class VocabularyHead(nn.Module):

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
+from actors.model.regions import Regions
 
 torch.set_num_threads(1)
 
@@ -39,20 +41,21 @@ def test_a_row_of_fp32_has_the_same_bits_whatever_rides_along(rows: int) -> None
 
 
 def test_a_rank_without_columns_adds_nothing() -> None:
-    layer = RowParallel(parameter(5, 0), parameter(5), SoloGroup("tp"))
-    assert torch.equal(layer(torch.zeros(2, 0)), layer.bias.expand(2, 5))
+    layer = RowParallel(parameter(5, 0), parameter(5))
+    region = Regions(SoloGroup("tp"), None).of([2])
+    assert torch.equal(layer(torch.zeros(2, 0), region), layer.bias.expand(2, 5))
 
 
-def test_a_row_parallel_bias_is_added_once() -> None:
+@pytest.mark.parametrize("scatter_from", [None, 0])
+def test_a_row_parallel_bias_is_added_once(scatter_from: int | None) -> None:
     weight, bias, x = parameter(5, 6), parameter(5), torch.randn(3, 6)
-    halves = run_ranks(
-        thread_groups(2, "tp"),
-        lambda group: RowParallel(nn.Parameter(weight[:, group.rank * 3 : group.rank * 3 + 3], False), bias, group)(
-            x[:, group.rank * 3 : group.rank * 3 + 3]
-        ),
-    )
-    for half in halves:
-        torch.testing.assert_close(half, F.linear(x, weight, bias))
+
+    def rank(group: Group) -> torch.Tensor:
+        mine, region = slice(group.rank * 3, group.rank * 3 + 3), Regions(group, scatter_from).of([3])
+        return region.gather(RowParallel(nn.Parameter(weight[:, mine], False), bias)(x[:, mine], region))
+
+    for whole in run_ranks(thread_groups(2, "tp"), rank):
+        torch.testing.assert_close(whole, F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,10 +70,12 @@ def test_the_norm_is_computed_in_fp32(dtype: torch.dtype) -> None:
 def test_shards_of_the_vocabulary_embed_every_id() -> None:
     table, ids = parameter(12, 8), torch.tensor([0, 9, 5, 11, 6])
     shards = [range(0, 6), range(6, 12)]
-    joined = run_ranks(
-        thread_groups(2, "tp"),
-        lambda group: VocabularyEmbedding(nn.Parameter(table[shards[group.rank]], False), shards[group.rank], group)(ids),
-    )
+
+    def rank(group: Group) -> torch.Tensor:
+        embedding = VocabularyEmbedding(nn.Parameter(table[shards[group.rank]], False), shards[group.rank])
+        return embedding(ids, None, Regions(group, None).of([5]))
+
+    joined = run_ranks(thread_groups(2, "tp"), rank)
     assert all(torch.equal(rows, table[ids]) for rows in joined)
 
 

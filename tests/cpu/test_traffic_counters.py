@@ -17,6 +17,7 @@ from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.kv_cache import KVCache
 from actors.runner import Runner
 from actors.sampler import Sampler
+from placement import sequence_parallel
 from placement.layout import Layout
 from placement.mesh import AXES, coords, groups
 from placement.shards import shard
@@ -31,6 +32,7 @@ LAYOUTS = [
     *(f"tp={tp}" for tp in range(1, 6)),
     *(f"pp={pp}" for pp in (2, 3)),
     *("tp=2,pp=2", "tp=3,pp=2", "tp=5,pp=3", "tp=4,pp=2,stage_layers=1/3", "tp=3,tp_shares=5/2/1", "tp=2,pp=2,tp_shares=1/3"),
+    *("tp=2,sp=true", "tp=3,pp=2,sp=true"),
 ]
 """The tiny models have 6 query heads in 2 KV groups, 4 layers and 101 tokens: nothing divides."""
 
@@ -74,7 +76,8 @@ def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[lis
 
 def runner_of(model: TinyModel, layout: Layout, rank: int, mine: Mapping[str, Group]) -> Runner:
     spec, own = model.spec, shard(model.spec, layout, coords(layout, rank))
-    decoder = Decoder(spec, own, mine["tp"], CpuAttention(), torch.float32)
+    scatter_from = sequence_parallel.scatter_from(layout)
+    decoder = Decoder(spec, own, mine["tp"], CpuAttention(), torch.float32, scatter_from=scatter_from)
     fill(decoder, model, own)
     cache = KVCache(own.layers, len(own.kv_heads), 32, 4, spec.head_dim, torch.float32)
     return Runner(decoder, cache, mine["pp"], Sampler(mine["tp"], own.vocab, spec.vocab_size), spec.hidden_size)
@@ -111,8 +114,9 @@ def blocks_of(index: int) -> list[int]:
     return list(range(6 * index, 6 * index + 6))
 
 
-def test_the_counters_are_the_traffic(layout_text: str) -> None:
+def test_the_counters_are_the_traffic(layout_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts, one of them in two chunks; then all three decode."""
+    monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
     model, layout = tiny("llama2"), Layout.parse(layout_text)
     plans = [
         StepPlan(

@@ -130,6 +130,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
         ("pp=3,stage_layers=1/3/1,replicas=4", toy()),
         ("tp=2,tp_shares=3/1", toy()),
         ("tp=9,tp_shares=1000/1/1/1/1/1/1/1/0.001", toy()),
+        ("tp=3,pp=2,sp=true", toy()),
     ],
 )
 def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
@@ -151,7 +152,7 @@ def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
         ("tp=5", "tp", ["tp=5", "node0", "4 slots"]),
         ("pp=3,tp=3", "pp", ["9 devices", "8 slots"]),
         ("cp=2", "cp", ["cp=2", "not built yet"]),
-        ("sp=true", "sp", ["sp=true", "not built yet"]),
+        ("sp=true", "sp", ["sp=true", "tp=1"]),
     ],
 )
 def test_an_illegal_layout_is_refused_with_field_and_numbers(text: str, field: str, numbers: list[str]) -> None:
@@ -193,6 +194,11 @@ def test_all_broken_rules_are_in_one_error() -> None:
     assert text.count("\n- ") == 7
     parts = ["query heads", "5 layers", "ep is not built", "names 2 stages", "adds up to 2", "60 devices", "one node"]
     assert all(part in text for part in parts)
+
+
+def test_sequence_parallelism_is_kept_where_it_can_be() -> None:
+    [violation] = Layout.parse("tp=10,sp=true").check(toy())
+    assert violation.suggestions == ("tp=9,sp=true", "tp=5,pp=2,sp=true")
 
 
 def test_a_split_by_hand_is_mended_to_the_nearest_one() -> None:
