@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
 from actors.engine.refusal import RequestRefused
+from actors.engine.token_stream import ReplyTo, TokenSender
 from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
@@ -41,6 +42,7 @@ class Replica:
         self._closing = threading.Event()
         self._down: str | None = "starting"
         self._dead: str | None = None
+        self._tokens = TokenSender()
         self._seats = self._take_seats()
         self._ranks = launch.launch(settings, self._seats, name)
         self._blocks = _num_blocks(settings, self._ranks)
@@ -51,31 +53,30 @@ class Replica:
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
 
-    async def generate(self, packed: bytes, avoid: Collection[str] = ()) -> AsyncIterator[bytes]:
-        """The packed events of one packed request. Events that pile up while the consumer is busy are joined.
+    async def generate(self, packed: bytes, reply_to: bytes, avoid: Collection[str] = ()) -> bytes | None:
+        """Run one packed request; its events go to the packed `reply_to`. Returns when the last one is sent.
 
-        Ending the iteration early cancels the request. `avoid` names replicas that refused it; routers read it, nothing here.
+        A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
+        `avoid` names replicas that refused it; routers read it, nothing here.
         """
-        request = GenerateRequest.unpack(packed)
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenEvent]()
+        request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def deliver(event: TokenEvent) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            self._tokens.send(to, event)
+            if event.finish is not None:
+                loop.call_soon_threadsafe(ended.set)
 
         try:
             self._engine.submit(request, deliver)
         except RequestRefused as refusal:
-            yield self._refused(request, refusal).pack()
-            return
-        finished = False
+            return self._refused(request, refusal).pack()
         try:
-            while not finished:
-                event = _joined(await events.get(), events)
-                finished = event.finish is not None
-                yield event.pack()
+            await ended.wait()
         finally:
-            if not finished:
+            if not ended.is_set():
                 self._engine.cancel(request.request_id)
+        return None
 
     def _refused(self, request: GenerateRequest, refusal: RequestRefused) -> TokenEvent:
         return TokenEvent(
@@ -104,6 +105,7 @@ class Replica:
         """End the engine and every rank."""
         self._closing.set()
         self._engine.close()
+        self._tokens.close()
         self._ranks.kill()
         remove_placement_group(self._seats)
 
@@ -147,24 +149,6 @@ class Replica:
             return
         self._dead = self._down
         self._closing.set()
-
-
-def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
-    """`first` and every event already waiting behind it, as one."""
-    parts = [first]
-    while parts[-1].finish is None and not events.empty():
-        parts.append(events.get_nowait())
-    if len(parts) == 1:
-        return first
-    last = parts[-1]
-    return last.model_copy(
-        update={
-            "tokens": [token for part in parts for token in part.tokens],
-            "logprobs": [entry for part in parts for entry in part.logprobs],
-            "prompt_logprobs": first.prompt_logprobs,
-            "cached_tokens": first.cached_tokens,
-        }
-    )
 
 
 def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) -> str:

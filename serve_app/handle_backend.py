@@ -1,7 +1,14 @@
-"""The endpoint's backend over Ray Serve: one streaming handle call a request, packed messages both ways."""
+"""The endpoint's backend over Ray Serve: one handle call a request, its events over ZeroMQ.
+
+    ingress ──handle call: request, where to answer──→ replica        (returns when the request has ended)
+            ←───────────── events, over ZeroMQ ───────
+
+Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -9,12 +16,17 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
+from actors.engine.token_stream import TokenReceiver
 from actors.messages import GenerateRequest, TokenEvent
 from serve_app.backend import BackendRefused, Health
 
 _PROBE_S = 5.0
 """A replica that does not answer a control call in this time is not healthy."""
+
+_LAST_EVENT_S = 10.0
+"""The call of a request and its events take different ways; the last event may come after the call has returned."""
 
 _LOST = (RayError, RayServeException)
 
@@ -24,7 +36,8 @@ class HandleBackend:
 
     def __init__(self, engine: DeploymentHandle[Any]) -> None:
         self._engine = engine
-        self._stream: Any = engine.options(stream=True, method_name="generate")
+        self._generate: Any = engine.options(method_name="generate")
+        self._receiver: TokenReceiver | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `serve_app.backend.Backend`. A replica that dies ends the request with one error event.
@@ -44,23 +57,29 @@ class HandleBackend:
                 refused_by.append(down.replica)
 
     async def _ask(self, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
-        response = self._stream.remote(request.pack(), avoid=tuple(avoid))
+        receiver = self._listening()
+        events = receiver.open(request.request_id)
+        call = self._generate.remote(request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
+        watch = asyncio.create_task(_watch(call, request, events))
         finished = False
         try:
-            async for packed in response:
-                event = TokenEvent.unpack(packed)
+            while not finished:
+                event = _joined(await events.get(), events)
                 finished = event.finish is not None
                 if event.refused is not None:
                     raise _refusal(event)
                 yield event
-            if not finished:
-                yield _lost(request, "the replica ended the stream")
-        except _LOST as error:
-            finished = True
-            yield _lost(request, f"the replica was lost: {type(error).__name__}")
         finally:
+            watch.cancel()
+            receiver.forget(request.request_id)
             if not finished:
-                response.cancel()
+                call.cancel()
+
+    def _listening(self) -> TokenReceiver:
+        """The receiver of this process, on the event loop that serves it; made when it is first needed."""
+        if self._receiver is None:
+            self._receiver = TokenReceiver.listen(get_node_ip_address())
+        return self._receiver
 
     async def health(self) -> Health:
         """Healthy while at least one replica is; the reason is that of the first that is not."""
@@ -97,6 +116,36 @@ def _refusal(event: TokenEvent) -> BackendRefused:
     if event.refused in ("prompt_too_long", "engine_busy"):
         return BackendRefused(event.refused, event.error or "")  # type: ignore[arg-type]
     raise ValueError(f"the endpoint let through a request the engine cannot serve: {event.error}")
+
+
+async def _watch(call: Any, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> None:
+    """Put an event in the queue for what the replica cannot say itself: that it refused, or that it was lost."""
+    try:
+        refused = await call
+    except _LOST as error:
+        events.put_nowait(_lost(request, f"the replica was lost: {type(error).__name__}"))
+        return
+    if refused is not None:
+        events.put_nowait(TokenEvent.unpack(refused))
+        return
+    await asyncio.sleep(_LAST_EVENT_S)  # cancelled as soon as the last event is here
+    events.put_nowait(_lost(request, f"the last event did not arrive {_LAST_EVENT_S:.0f} s after the replica sent it"))
+
+
+def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
+    """`first` and every event already waiting behind it, as one: text is made once for what piled up meanwhile."""
+    parts = [first]
+    while parts[-1].finish is None and not events.empty():
+        parts.append(events.get_nowait())
+    if len(parts) == 1:
+        return first
+    joined = {
+        "tokens": [token for part in parts for token in part.tokens],
+        "logprobs": [entry for part in parts for entry in part.logprobs],
+        "prompt_logprobs": next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        "cached_tokens": first.cached_tokens,
+    }
+    return parts[-1].model_copy(update=joined)
 
 
 def _lost(request: GenerateRequest, reason: str) -> TokenEvent:
