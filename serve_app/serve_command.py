@@ -45,11 +45,13 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     _set_logs(json_logs)
     settings = _preflight(args, address)
     port = _free_port(host, port)
-    stop = _interrupts()
+    stop = threading.Event()
+    _end_on_interrupts(stop)
     try:
         cluster = local.connect(address, slots=settings.layout.devices)
     except ConnectionError as error:
         raise StartFailed(f"no Ray cluster answers at {address or local.configured_address()}: {error}") from error
+    _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     try:
         if not stop.is_set():
             _deploy(args, settings.layout, host, port, stop)
@@ -143,6 +145,7 @@ def _end(cluster: local.Connection) -> None:
     from serve_app.app import APP_NAME
 
     # Ray reports the end of its own actors as errors, on either stream.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
             if cluster.embedded:
@@ -163,9 +166,8 @@ def _free_port(host: str, port: int) -> int:
         raise StartFailed(f"port {port} on {host}: {why}; choose another with --port") from error
 
 
-def _interrupts() -> threading.Event:
-    """Set by Ctrl-C or a termination signal. A second one ends the process at once."""
-    stop = threading.Event()
+def _end_on_interrupts(stop: threading.Event) -> None:
+    """Ctrl-C or a termination signal sets `stop`. A second one ends the process at once."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if stop.is_set():
@@ -174,7 +176,6 @@ def _interrupts() -> threading.Event:
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
-    return stop
 
 
 def _set_logs(json_logs: bool) -> None:

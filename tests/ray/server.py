@@ -76,7 +76,7 @@ def serving(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         server = start(*args, log=Path(folder) / "log", env=env)
         try:
-            wait_until(lambda: _ready(server), READY_S, lambda: f"not ready: {server.log.read_text()[-3000:]}")
+            wait_until(lambda: ready(server), READY_S, lambda: f"not ready: {server.log.read_text()[-3000:]}")
             yield server
             finish(server)
         finally:
@@ -100,12 +100,16 @@ def finish(server: Server, sign: int = signal.SIGINT) -> int:
     return status
 
 
-def run(*args: str, timeout_s: float = 120, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Any ``shardwright`` command, to its end, which leaves nothing behind."""
+def run(
+    *args: str, timeout_s: float = 120, env: dict[str, str] | None = None, typed: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Any ``shardwright`` command, to its end, with `typed` on its standard input; it must leave nothing behind."""
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", "serve_app", *args]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment(mark, env))
+        done = subprocess.run(
+            command, input=typed, capture_output=True, text=True, timeout=timeout_s, env=environment(mark, env)
+        )
         all_gone(mark)
         return done
     finally:
@@ -159,9 +163,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _ready(server: Server) -> bool:
+def ready(server: Server) -> bool:
     assert server.process.poll() is None, f"ended: {server.log.read_text()[-3000:]}"
-    return server.health() == 200
+    return "Shardwright is ready" in server.log.read_text() and server.health() == 200
 
 
 def _title(process: psutil.Process) -> str:

@@ -21,8 +21,11 @@ def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
 class Stream:
     """The answer to a streamed request, read by a thread of its own."""
 
-    def __init__(self, url: str, request: dict[str, Any], path: str = "/v1/completions") -> None:
+    def __init__(
+        self, url: str, request: dict[str, Any], path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> None:
         self.status = 0
+        self._headers = headers or {}
         self.data: list[str] = []
         self._arrived: queue.Queue[str | None] = queue.Queue()
         self._leave = threading.Event()
@@ -67,7 +70,7 @@ class Stream:
 
     def _read(self, url: str, request: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", url, json=request, timeout=_WAIT_S) as response:
+            with httpx.stream("POST", url, json=request, headers=self._headers, timeout=_WAIT_S) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
                     if line.startswith("data: "):

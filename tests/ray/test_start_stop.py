@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.ray.server import END_S, READY_S, all_gone, finish, kill, start, wait_until
+from tests.ray.server import END_S, READY_S, all_gone, finish, kill, ready, start, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
@@ -21,7 +21,7 @@ def test_two_servers_started_at_once_do_not_meet(tmp_path: Path) -> None:
     ]
     try:
         for server in servers:
-            wait_until(lambda server=server: server.health() == 200, 2 * READY_S, server.log.read_text)
+            wait_until(lambda server=server: ready(server), 2 * READY_S, server.log.read_text)
         names = [server.client.get("/v1/models").json()["data"][0]["id"] for server in servers]
         assert names == [Path(model).name for model in models]
         assert [len(server.ranks()) for server in servers] == [2, 2]
