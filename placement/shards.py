@@ -56,6 +56,11 @@ class Piece:
     take: range
     at: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return (*self.source_shape[: self.dim], len(self.take), *self.source_shape[self.dim + 1 :])
+
 
 @dataclass(frozen=True)
 class Parameter:

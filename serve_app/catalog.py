@@ -44,15 +44,16 @@ class ModelFiles:
     path: Path
 
 
-def resolve(model: str) -> ModelFiles:
-    """The files of `model`. Downloads only for a hub id (``owner/name``). Raises `ModelError`."""
+def resolve(model: str, header_only: bool = False) -> ModelFiles:
+    """The files of `model`. Downloads only for a hub id (``owner/name``), and with `header_only` only what says what the
+    model is, no weights. Raises `ModelError`."""
     if model in BUILT_IN:
         return ModelFiles(model, _packaged(BUILT_IN[model]))
     path = Path(model).expanduser()
     if path.exists():
         return ModelFiles(path.resolve().stem if path.is_file() else path.resolve().name, path.resolve())
     if _looks_like_hub_id(model):
-        return ModelFiles(model, _download(model))
+        return ModelFiles(model, _download(model, _HEADER if header_only else _ALL))
     raise ModelError(f"{model}: no such folder or file; built-in models: {', '.join(BUILT_IN)}; hub ids look like owner/name")
 
 
@@ -76,12 +77,15 @@ def _looks_like_hub_id(model: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
-def _download(model: str) -> Path:
+_HEADER = ("*.json",)
+_ALL = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
+
+
+def _download(model: str, wanted: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
+        return Path(snapshot_download(model, allow_patterns=list(wanted)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelError(f"{model}: no such folder or file, and the hub does not give it: {error}") from error

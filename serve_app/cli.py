@@ -68,6 +68,25 @@ def serve(
 
 
 @app.command()
+def explain(
+    model: Model = DEFAULT_MODEL,
+    layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=2,pp=2.")] = "",
+    tokens: Annotated[int, typer.Option(help="New tokens each sequence runs in the step.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the step.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence in the KV cache, those of the step included.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say what LAYOUT means for MODEL: who holds what, who talks to whom, bytes and memory. Reads the header only."""
+    from serve_app.explain_command import ExplainArgs, run_explain
+
+    fields = {"model": model, "layout": layout, "tokens": tokens, "batch": batch, "context": context, "dtype": dtype}
+    run_explain(ExplainArgs.model_validate(fields), as_json)
+
+
+@app.command()
 def chat(
     url: Annotated[str, typer.Option(help="A running endpoint.")] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,

@@ -8,22 +8,18 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from actors.assembly import Parts
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
-from actors.model.attention_cpu import CpuAttention
-from actors.model.decoder import Decoder
 from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.kv_cache import KVCache
-from actors.runner import Runner
 from actors.sampler import Sampler
+from actors.threads import ThreadRanks
 from placement import sequence_parallel
 from placement.layout import Layout
-from placement.mesh import AXES, coords, groups
-from placement.shards import shard
+from placement.mesh import GROUP_AXES
 from placement.step_shape import Choosing, RowShape, StepShape
 from placement.traffic import counters, rank_traffic
-from tests.tiny_decoder import fill
+from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
@@ -50,58 +46,41 @@ KINDS = {
 GREEDY = SamplingParams(temperature=0.0)
 
 Counted = dict[str, tuple[Counter[str], Counter[str]]]
-"""(calls, wire bytes) of each axis that has more than one rank."""
+"""(calls, wire bytes) of each axis on which a rank has company."""
 
 
-def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[list[Counted]]:
-    """What every rank counted in every plan: [rank][plan]."""
-    joined: list[dict[str, Group]] = [{} for _ in range(layout.world)]
-    for axis in AXES:
-        for members in groups(layout, axis):
-            made = thread_groups(len(members), axis) if len(members) > 1 else [SoloGroup(axis)]
-            for rank, group in zip(members, made, strict=True):
-                joined[rank][axis] = group
+def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[Counted]:
+    """What every rank counts while it runs `plans`, from when it stands until it ends."""
+    watched: dict[int, tuple[Mapping[str, Group], Counted]] = {}
 
-    def run_rank(world: Group) -> list[Counted]:
-        mine = joined[world.rank]
-        try:
-            return _count(runner_of(model, layout, world.rank, mine), mine, plans)
-        except BaseException:
-            for group in mine.values():
-                group.close()
-            raise
+    def watch(parts: Parts) -> None:
+        watched[parts.config.world_rank] = parts.groups, snapshot(parts.groups)
 
-    return run_ranks(thread_groups(layout.world, "world"), run_rank)
+    ranks = ThreadRanks(rank_config(model, layout, block_size=4), num_blocks=32, attach=watch)
+    try:
+        for plan in plans:
+            ranks.send(plan)
+        for _ in plans:
+            ranks.receive(timeout_s=30.0)
+    finally:
+        ranks.close()
+    return [difference(*watched[rank]) for rank in range(layout.world)]
 
 
-def runner_of(model: TinyModel, layout: Layout, rank: int, mine: Mapping[str, Group]) -> Runner:
-    spec, own = model.spec, shard(model.spec, layout, coords(layout, rank))
-    scatter_from = sequence_parallel.scatter_from(layout)
-    decoder = Decoder(spec, own, mine["tp"], CpuAttention(), torch.float32, scatter_from=scatter_from)
-    fill(decoder, model, own)
-    cache = KVCache(own.layers, len(own.kv_heads), 32, 4, spec.head_dim, torch.float32)
-    return Runner(decoder, cache, mine["pp"], Sampler(mine["tp"], own.vocab, spec.vocab_size), spec.hidden_size)
+def snapshot(groups: Mapping[str, Group]) -> Counted:
+    return {axis: (Counter(group.calls), Counter(group.sent_bytes)) for axis, group in groups.items() if group.size > 1}
 
 
-def _count(runner: Runner, mine: Mapping[str, Group], plans: list[StepPlan]) -> list[Counted]:
-    found = []
-    for plan in plans:
-        before = snapshot(mine)
-        runner.step(plan)
-        found.append(
-            {axis: (calls - before[axis][0], sent - before[axis][1]) for axis, (calls, sent) in snapshot(mine).items()}
-        )
-    return found
+def difference(groups: Mapping[str, Group], before: Counted) -> Counted:
+    return {axis: (calls - before[axis][0], sent - before[axis][1]) for axis, (calls, sent) in snapshot(groups).items()}
 
 
-def snapshot(mine: Mapping[str, Group]) -> Counted:
-    return {axis: (Counter(group.calls), Counter(group.sent_bytes)) for axis, group in mine.items() if group.size > 1}
-
-
-def expected(model: TinyModel, layout: Layout, steps: list[StepShape]) -> list[list[Counted]]:
-    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    entries = [[rank_traffic(model.spec, layout, rank, step) for step in steps] for rank in range(layout.world)]
-    return [[{axis: tuple(+counter for counter in counters(step, axis)) for axis in axes} for step in rank] for rank in entries]
+def expected(model: TinyModel, layout: Layout, steps: list[StepShape]) -> list[Counted]:
+    axes = [axis for axis in GROUP_AXES if getattr(layout, axis) > 1]
+    entries = [
+        [entry for step in steps for entry in rank_traffic(model.spec, layout, rank, step)] for rank in range(layout.world)
+    ]
+    return [{axis: counters(rank, axis) for axis in axes} for rank in entries]
 
 
 def start(index: int, length: int, sampling: SamplingParams = GREEDY) -> SequenceStart:

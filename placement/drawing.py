@@ -1,0 +1,123 @@
+"""Pictures of a layout in plain text: the grid of ranks, and the path of hidden states through one layer.
+
+        tp 0              tp 1
+     ┌─────────────────┬─────────────────┐
+pp 0 │ rank 0          │ rank 1          │       a cell is a rank, a row of cells a tp group
+     │ layers 0-14     │ layers 0-14     │
+     ├─────────────────┼─────────────────┤
+pp 1 │ rank 2          │ rank 3          │
+     │ layers 15-29    │ layers 15-29    │
+     └─────────────────┴─────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from placement.collectives import Entry
+from placement.explain import Explanation, RankView, layer_parameters
+from placement.mesh import AXES
+from placement.model_spec import DTYPE_BYTES
+
+_WIDEST = 116
+"""Characters of a line; a tp group that needs more goes on below."""
+
+_BEFORE = {"attn.qkv.weight": "attention input", "mlp.gate_up.weight": "mlp input"}
+_AFTER = {"attn.qkv.weight": "attention:", "attn.o.weight": "attention output", "mlp.down.weight": "mlp output"}
+"""Traffic that belongs before or after a matrix, by how the name of its region starts."""
+
+_HALF_ENDS = ("attn.o.weight", "mlp.down.weight")
+
+
+def grid(explained: Explanation) -> Iterator[str]:
+    """The rank grid, tp across, the other axes down."""
+    layout = explained.layout
+    cells = [_cell(explained, view) for view in explained.ranks]
+    width = max(len(line) for cell in cells for line in cell)
+    down = [axis for axis in AXES[:-1] if getattr(layout, axis) > 1]
+    labels = [" ".join(f"{axis} {getattr(view.at, axis)}" for axis in down) for view in explained.ranks[:: layout.tp]]
+    margin = max(map(len, labels))
+    across = max(1, (_WIDEST - margin) // (width + 3))
+    for first in range(0, layout.tp, across):
+        members = range(first, min(first + across, layout.tp))
+        rows = [[cells[start + tp] for tp in members] for start in range(0, layout.world, layout.tp)]
+        if first:
+            yield ""
+        yield " " * (margin + 3) + "".join(f"tp {tp}".ljust(width + 3) for tp in members).rstrip()
+        yield from _table(rows, labels, margin, width)
+
+
+def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
+    """One layer on one rank, with the shapes and bytes of its weights and the collectives of the step at their places."""
+    spec, view, step = explained.spec, explained.ranks[rank], explained.step
+    sent = [entry for entry, makers in explained.traffic if rank in makers]
+    hidden = f"hidden [{step.num_tokens:,} token{'' if step.num_tokens == 1 else 's'}, {spec.hidden_size:,}]"
+    yield hidden
+    for name, row in layer_parameters(spec, view.own):
+        yield from _collectives(sent, _BEFORE.get(name))
+        taken = " + ".join(f"{piece.shape[piece.dim]:,}" for piece in row.pieces)
+        shape = ", ".join(f"{size:,}" for size in row.shape)
+        parts = f"  = {taken}" if len(row.pieces) > 1 else ""
+        size = size_text(prod(row.shape) * DTYPE_BYTES[step.dtype])
+        yield f"│  {name.removesuffix('.weight'):<14}  [{shape}]{parts}  {size}"
+        if name == "attn.qkv.weight":
+            yield f"│  attention       {_heads(view)} of {spec.head_dim}"
+        yield from _collectives(sent, _AFTER.get(name))
+        if name in _HALF_ENDS:
+            yield "│  + residual"
+    yield hidden
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that leaves at least one: ``32 MiB``, ``1.5 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 1024 and len(units) > 1:
+        num_bytes, units = num_bytes / 1024, units[1:]
+    return f"{num_bytes:,.1f}".removesuffix(".0") + f" {units[0]}"
+
+
+def runs_text(numbers: range) -> str:
+    """``0-14``, or ``7`` where there is one."""
+    return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
+
+
+def _cell(explained: Explanation, view: RankView) -> list[str]:
+    own, memory = view.own, view.memory
+    return [
+        f"rank {view.world_rank}",
+        f"layers {runs_text(own.layers)}",
+        _heads(view),
+        f"{len(own.columns):,} columns",
+        f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary",
+        f"weights {size_text(memory.weight_bytes)}",
+        f"KV {memory.kv_bytes_per_token:,} B a token",
+    ]
+
+
+def _heads(view: RankView) -> str:
+    queries, kv = view.own.q_heads, view.own.kv_heads
+    return f"q head{'' if len(queries) == 1 else 's'} {runs_text(queries)}, kv {runs_text(kv)}"
+
+
+def _table(rows: Sequence[Sequence[Sequence[str]]], labels: Sequence[str], margin: int, width: int) -> Iterator[str]:
+    """Cells in boxes; every row of them has its label at its first line."""
+    bars = ["─" * (width + 2)] * len(rows[0])
+    blank = " " * margin
+    yield f"{blank} ┌{'┬'.join(bars)}┐"
+    for index, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        if index:
+            yield f"{blank} ├{'┼'.join(bars)}┤"
+        for line, parts in enumerate(zip(*row, strict=True)):
+            body = "│".join(f" {part.ljust(width)} " for part in parts)
+            yield f"{label.ljust(margin) if line == 0 else blank} │{body}│"
+    yield f"{blank} └{'┴'.join(bars)}┘"
+
+
+def _collectives(sent: Sequence[Entry], region: str | None) -> Iterator[str]:
+    for entry in sent:
+        if region is not None and entry.where.startswith(region):
+            yield (
+                f"├─ {entry.op} over {entry.group_size} {entry.axis} ranks: {entry.payload_bytes:,} B, "
+                f"{entry.wire_bytes_per_rank:,} B on the wire per rank"
+            )

@@ -1,0 +1,164 @@
+"""Everything a layout means for a model: what each rank holds, whom it talks to, what a step sends and what memory it takes.
+
+A value, made from the header of a checkpoint; `as_json` is its machine-readable form, `placement.explain_text` the one to
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from placement import mesh
+from placement.balance import MEASURE, Balance, balance, bubble
+from placement.collectives import Entry
+from placement.layout import Layout
+from placement.memory import BLOCK_TOKENS, RankMemory, parameter_count, rank_memories
+from placement.mesh import Coords
+from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
+from placement.shards import Parameter, Shard, parameters, shard
+from placement.step_shape import StepShape
+from placement.traffic import traffic
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank: where it sits, what it holds, and the bytes of the step's KV cache on it (whole blocks)."""
+
+    world_rank: int
+    at: Coords
+    own: Shard
+    memory: RankMemory
+    kv_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights and KV cache."""
+        return self.memory.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One replica of `spec` under `layout` in one step. Weights, KV cache and hidden states are all in ``step.dtype``."""
+
+    spec: ModelSpec
+    layout: Layout
+    step: StepShape
+    ranks: tuple[RankView, ...]
+    groups: dict[str, list[list[int]]]
+    traffic: list[tuple[Entry, tuple[int, ...]]]
+    balance: Balance
+
+
+def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
+    """Explain a layout that has passed `layout.check`."""
+    memories = rank_memories(spec, layout, step.dtype)
+    ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
+    groups = {axis: mesh.groups(layout, axis) for axis in mesh.GROUP_AXES}
+    return Explanation(spec, layout, step, ranks, groups, traffic(spec, layout, step), balance(spec, layout))
+
+
+def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
+    """The parameters of a rank's first layer, by their names inside the layer."""
+    start = f"layers.{own.layers.start}."
+    for row in parameters(spec, own):
+        if row.name.startswith(start):
+            yield row.name.removeprefix(start), row
+
+
+def as_json(explained: Explanation, name: str) -> dict[str, Any]:
+    """The whole explanation as plain values. All bytes are exact."""
+    spec, layout, step = explained.spec, explained.layout, explained.step
+    return {
+        "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},
+        "layout": str(layout),
+        "layout_fields": layout.model_dump(mode="json"),
+        "world": layout.world,
+        "devices": layout.devices,
+        "step": {
+            "batch": len(step.rows),
+            "tokens": [row.tokens for row in step.rows],
+            "context": [row.context for row in step.rows],
+            "dtype": step.dtype,
+        },
+        "ranks": [_rank_json(view) for view in explained.ranks],
+        "groups": explained.groups,
+        "traffic": [_traffic_json(entry, ranks) for entry, ranks in explained.traffic],
+        "layer": [_layer_json(spec, view, step.dtype) for view in explained.ranks if view.at.pp == 0],
+        "memory": _memory_json(explained),
+        "balance": {"measure": MEASURE, **asdict(explained.balance)},
+        "bubble": {str(count): bubble(layout.pp, count) for count in micro_batch_counts(layout)},
+    }
+
+
+def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
+    """Numbers of micro-batches worth a look for a pipeline: one, twice and eight times the number of stages."""
+    return (1, 2 * layout.pp, 8 * layout.pp) if layout.pp > 1 else ()
+
+
+def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
+    at = mesh.coords(layout, memory.world_rank)
+    blocks = sum(-(-(row.context + row.tokens) // BLOCK_TOKENS) for row in step.rows)
+    return RankView(memory.world_rank, at, shard(spec, layout, at), memory, blocks * memory.block_bytes)
+
+
+def _rank_json(view: RankView) -> dict[str, Any]:
+    own = view.own
+    return {
+        "world_rank": view.world_rank,
+        "coords": asdict(view.at),
+        "layers": list(own.layers),
+        "q_heads": list(own.q_heads),
+        "kv_heads": list(own.kv_heads),
+        "experts": [],
+        "columns": [own.columns.start, own.columns.stop],
+        "vocabulary": [own.vocab.start, own.vocab.stop],
+        "weight_bytes": view.memory.weight_bytes,
+        "kv_bytes_per_token": view.memory.kv_bytes_per_token,
+    }
+
+
+def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]:
+    """One layer on one tp rank: each parameter, and the slices of checkpoint tensors it is made of."""
+    each, rows = DTYPE_BYTES[dtype], dict(layer_parameters(spec, view.own))
+    return {
+        "world_rank": view.world_rank,
+        "bytes": each * sum(prod(row.shape) for row in rows.values()),
+        "parameters": [
+            {
+                "name": name,
+                "shape": row.shape,
+                "bytes": each * prod(row.shape),
+                "slices": [
+                    {"source": piece.source, "source_shape": piece.source_shape, "shape": piece.shape} for piece in row.pieces
+                ],
+            }
+            for name, row in rows.items()
+        ],
+    }
+
+
+def _traffic_json(entry: Entry, ranks: Sequence[int]) -> dict[str, Any]:
+    """`payload_bytes` and `wire_bytes_per_rank` are of one call; the total is of all `calls` of one of the `ranks`."""
+    total = entry.calls * entry.wire_bytes_per_rank
+    return {**asdict(entry), "total_wire_bytes_per_rank": total, "ranks": list(ranks)}
+
+
+def _memory_json(explained: Explanation) -> dict[str, Any]:
+    views = explained.ranks
+    return {
+        "ranks": [
+            {
+                "world_rank": view.world_rank,
+                "weight_bytes": view.memory.weight_bytes,
+                "kv_bytes": view.kv_bytes,
+                "total_bytes": view.total_bytes,
+            }
+            for view in views
+        ],
+        "weight_bytes": sum(view.memory.weight_bytes for view in views),
+        "kv_bytes": sum(view.kv_bytes for view in views),
+        "total_bytes": sum(view.total_bytes for view in views),
+    }

@@ -1,0 +1,110 @@
+"""An explanation to read: the grid, the groups, one layer, the traffic, the memory and the balance, with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from placement import drawing
+from placement.balance import MEASURE, bubble
+from placement.drawing import size_text
+from placement.explain import Explanation, micro_batch_counts
+from placement.memory import parameter_count
+from placement.suggestions import sizes
+
+_MOST_GROUPS = 8
+"""Groups of an axis that are named; of more, only how many."""
+
+
+def as_text(explained: Explanation, name: str) -> str:
+    """The whole report."""
+    sections = (_head(explained, name), drawing.grid(explained), _groups(explained), _layer(explained))
+    rest = (_traffic(explained), _memory(explained), _balance(explained))
+    return "\n\n".join("\n".join(section) for section in (*sections, *rest))
+
+
+def _head(explained: Explanation, name: str) -> Iterator[str]:
+    spec, layout, step = explained.spec, explained.layout, explained.step
+    copies = f", {layout.replicas} replicas on {layout.devices} devices" if layout.replicas > 1 else ""
+    yield f"{name} as {layout}: {_many(layout.world, 'rank')}{copies}"
+    yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"
+
+
+def _groups(explained: Explanation) -> Iterator[str]:
+    shared = {axis: found for axis, found in explained.groups.items() if len(found[0]) > 1}
+    yield "groups" if shared else "groups: none, a single rank talks to nobody"
+    for axis, found in shared.items():
+        named = " ".join(f"[{' '.join(map(str, group))}]" for group in found[:_MOST_GROUPS])
+        yield f"  {axis:<4} {named}{f' and {len(found) - _MOST_GROUPS} more' if len(found) > _MOST_GROUPS else ''}"
+
+
+def _layer(explained: Explanation) -> Iterator[str]:
+    yield f"one layer on rank 0, in {_step(explained)}"
+    yield from (f"  {line}" for line in drawing.layer_path(explained, 0))
+
+
+def _traffic(explained: Explanation) -> Iterator[str]:
+    if not explained.traffic:
+        yield f"traffic of {_step(explained)}: none"
+        return
+    yield f"traffic of {_step(explained)}; bytes of one call, by rank"
+    rows = [("where", "operation", "calls", "payload", "on the wire", "ranks")]
+    for entry, ranks in explained.traffic:
+        operation = f"{entry.op} {entry.axis} x{entry.group_size}"
+        numbers = (f"{entry.calls:,}", f"{entry.payload_bytes:,}", f"{entry.wire_bytes_per_rank:,}")
+        rows.append((entry.where, operation, *numbers, sizes(ranks)))
+    yield from _columns(rows, right={2, 3, 4})
+    sent = [
+        sum(entry.calls * entry.wire_bytes_per_rank for entry, ranks in explained.traffic if rank in ranks)
+        for rank in range(explained.layout.world)
+    ]
+    most = max(sent)
+    yield f"  most is sent by rank {sent.index(most)}: {size_text(most)} a step; all ranks together {size_text(sum(sent))}"
+
+
+def _memory(explained: Explanation) -> Iterator[str]:
+    lengths = {row.context + row.tokens for row in explained.step.rows}
+    most = explained.spec.max_position
+    beyond = f" (more than the {most:,} the model was made for)" if max(lengths) > most else ""
+    yield f"memory with {_many(len(explained.step.rows), 'sequence')} of {sizes(lengths)} tokens in the cache{beyond}"
+    rows = [("ranks", "weights", "KV cache", "together")]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for view in explained.ranks:
+        alike.setdefault((view.memory.weight_bytes, view.kv_bytes), []).append(view.world_rank)
+    for (weights, kv), ranks in alike.items():
+        rows.append((sizes(ranks), size_text(weights), size_text(kv), size_text(weights + kv)))
+    weights, kv = (sum(key[part] * len(ranks) for key, ranks in alike.items()) for part in (0, 1))
+    rows.append(("all", size_text(weights), size_text(kv), size_text(weights + kv)))
+    yield from _columns(rows, right={1, 2, 3})
+
+
+def _balance(explained: Explanation) -> Iterator[str]:
+    found, layout = explained.balance, explained.layout
+    slowest = found.work.index(max(found.work))
+    yield f"balance {found.mean_over_max:.3f} (mean / max over ranks); rank {slowest} has most"
+    if layout.tp_shares is not None:
+        yield f"  on devices as fast as their shares: {found.for_shares:.3f}"
+    yield f"  work: {MEASURE}"
+    waits = [f"{bubble(layout.pp, count):.1%} with {count}" for count in micro_batch_counts(layout)]
+    if waits:
+        yield f"  bubble, by micro-batches in flight: {', '.join(waits)}"
+
+
+def _step(explained: Explanation) -> str:
+    step = explained.step
+    tokens = sizes({row.tokens for row in step.rows})
+    return f"a step of {_many(len(step.rows), 'row')} of {tokens} new token{'' if tokens == '1' else 's'}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> Iterator[str]:
+    """Rows of text in columns; those in `right` end at one place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(wide) if at in right else cell.ljust(wide)
+            for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
