@@ -1,6 +1,6 @@
 """The composition root of the service: typed arguments in, a Ray Serve application out.
 
-    HTTP ──→ Ingress (OpenAI endpoint, text) ──handle, streaming──→ Engine replicas ──→ ranks
+    HTTP ──→ Ingress (OpenAI endpoint, text) ──handle──→ Engine replicas ──→ ranks
 
 Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files. No ``from __future__ import
 annotations`` here: Serve looks at the builder's annotation itself, and would see a string.
