@@ -54,7 +54,7 @@ def own_shard(config: RankConfig) -> Shard:
 def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
     """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
-    backend = attention.choose(device, dtype, config.block_size)
+    backend = attention.choose(device, dtype, config.block_size, softcap=config.spec.attention_softcap is not None)
     scatter_from = sequence_parallel.scatter_from(config.layout)
     decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from)
     source = open_source(config.model_path, config.spec)

@@ -98,6 +98,7 @@ class Runner:
             context_lens=[row.start for row in rows],
             block_tables=[held.blocks for held in sequences],
             output_rows=self._tensor([last for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]),
+            prompt_lens=[held.prompt_length for held in sequences],
         )
 
     def _forward(self, batch: Batch) -> Tensor | None:

@@ -55,6 +55,16 @@ class Fields:
         found: list[str] | None = self._get(name, None, "a list of texts", _is_texts)
         return found
 
+    def wholes(self, name: str) -> list[int] | None:
+        """A list of whole numbers, or None."""
+        found: list[int] | None = self._get(name, None, "a list of whole numbers", _is_wholes)
+        return found
+
+    def numbers(self, name: str) -> list[float]:
+        """A list of numbers as floats."""
+        found: list[float] = self._get(name, NOT_GIVEN, "a list of numbers", _is_numbers)
+        return [float(number) for number in found]
+
     def group(self, name: str) -> Fields | None:
         """A nested group of values, or None."""
         found = self._get(name, None, "an object", lambda value: isinstance(value, dict))
@@ -100,6 +110,14 @@ def _fault(fault: Any, names: Mapping[str, str]) -> str:
 
 def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _is_wholes(value: object) -> bool:
+    return isinstance(value, list) and all(type(entry) in (int, bool) for entry in value)
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(entry) in (int, float) for entry in value)
 
 
 def _is_token_ids(value: object) -> bool:

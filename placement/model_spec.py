@@ -26,11 +26,12 @@ class RopeSpec(BaseModel):
     """Rotary position embedding. Field meanings follow the ``rope_scaling``/``rope_parameters`` keys of config.json.
 
     ``factor`` is the context extension factor; ``original_max_position`` the trained context length in tokens.
+    Two kinds look at how long a sequence is (`depends_on_length`): ``longrope`` and ``dynamic``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = "default"
     theta: Positive = 10000.0
     factor: Positive = 1.0
     original_max_position: Count | None = None
@@ -42,6 +43,36 @@ class RopeSpec(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[Positive, ...] = ()
+    """``longrope``: what each frequency is divided by in sequences of at most `original_max_position` tokens."""
+    long_factor: tuple[Positive, ...] = ()
+    """``longrope``: the same in longer sequences."""
+    rotary_dims: Count | None = None
+    """Dimensions of each head that are turned, from the first on; None: all."""
+    interleaved: bool = False
+    """Neighbouring dimensions are turned together, not those half a head apart."""
+
+    @model_validator(mode="after")
+    def _factors_fit(self) -> Self:
+        if self.rotary_dims is not None and self.rotary_dims % 2:
+            raise ValueError(f"rotary_dims={self.rotary_dims} is odd, but rotary embedding turns pairs")
+        if self.kind in ("longrope", "dynamic") and self.original_max_position is None:
+            raise ValueError(f"rope kind {self.kind!r} needs original_max_position (the trained context length)")
+        return self
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rotation of a position differs between sequences."""
+        return self.kind in ("longrope", "dynamic")
+
+    def length_class(self, prompt_length: int) -> int:
+        """Prompts of one class have their tokens rotated alike, so that the keys of one can stand for those of another.
+
+        See `actors.model.rope.LengthRope`: up to the trained length all are alike.
+        """
+        if not self.depends_on_length or prompt_length <= (self.original_max_position or 0):
+            return 0
+        return prompt_length if self.kind == "dynamic" else 1
 
 
 class ModelSpec(BaseModel):
@@ -60,16 +91,37 @@ class ModelSpec(BaseModel):
     vocab_size: Count
     max_position: Count
     norm_eps: Positive
-    activation: Literal["silu"] = "silu"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """What the gate of the MLP goes through."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head"] = "none"
-    """``head``: RMS norm over each head's ``head_dim``, before rope (Qwen3)."""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """RMS norm of queries and keys before rope. ``head``: over each head (Qwen3); ``width``: over all at once (OLMo-2)."""
+    norms: Literal["pre", "post", "sandwich", "sandwich_glm"] = "pre"
+    """Norms before the two halves of a layer, after them, or both; which names they have is in `placement.shards`."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight (Gemma stores weights around 0)."""
+    embedding_scale: Positive = 1.0
+    """Token embeddings are multiplied by this."""
+    attention_scale: Positive | None = None
+    """Attention scores are multiplied by this; None: ``head_dim ** -0.5``."""
+    attention_softcap: Positive | None = None
+    """c: attention scores s become ``c * tanh(s / c)``."""
+    logit_softcap: Positive | None = None
+    """The same for the logits."""
+    fused_qkv: bool = False
+    """The checkpoint holds q, k and v in one matrix."""
+    fused_gate_up: bool = False
+    """The checkpoint holds the MLP's gate and up in one matrix."""
     tie_embeddings: bool = False
     windows: tuple[Count | None, ...]
     """Sliding window of each layer in tokens (a query sees itself and ``window - 1`` tokens before it); None: full."""
     rope: RopeSpec = RopeSpec()
+    local_rope: RopeSpec | None = None
+    """Rope of the layers with a window, where they have one of their own."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without rope."""
     dtype: DType = "bfloat16"
     """Type the checkpoint was written in; for a quantised file, the type it is computed in."""
     quantization: str | None = None
@@ -85,9 +137,32 @@ class ModelSpec(BaseModel):
             raise ValueError(f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, but num_layers={self.num_layers}")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            _check_rope(rope, self.head_dim)
         return self
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads of one KV group: the unit of an attention split."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def scores_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """The rope of a layer; None where it has none."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
+
+
+def _check_rope(rope: RopeSpec, head_dim: int) -> None:
+    dims = rope.rotary_dims or head_dim
+    if dims > head_dim:
+        raise ValueError(f"rotary_dims={dims} is more than head_dim={head_dim}")
+    for name in ("short_factor", "long_factor"):
+        given = len(getattr(rope, name))
+        if given != (dims // 2 if rope.kind == "longrope" else 0):
+            raise ValueError(f"{name} has {given} numbers, but rope kind {rope.kind!r} turns {dims // 2} pairs of dimensions")

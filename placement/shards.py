@@ -25,6 +25,27 @@ from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
 
+NORMS: dict[str, dict[str, str]] = {
+    "pre": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "post": {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "sandwich": {
+        "input_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "sandwich_glm": {
+        "input_norm": "input_layernorm",
+        "attn_out_norm": "post_self_attn_layernorm",
+        "post_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+    },
+}
+"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.decoder.Layer`) and the checkpoint's."""
+
+Segment = tuple[str, int, range]
+"""Name of a source, its number of rows, the rows taken."""
+
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""
 
@@ -155,42 +176,68 @@ def weight_elements(spec: ModelSpec, own: Shard) -> int:
 
 
 def _layer(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
-    hidden, dim, wide = spec.hidden_size, spec.head_dim, spec.intermediate_size
+    yield from _norms(spec, here, there, "input_norm")
+    yield from _attention(spec, own, f"{here}.attn", f"{there}.self_attn")
+    yield from _norms(spec, here, there, "attn_out_norm", "post_norm")
+    yield from _mlp(spec, own, f"{here}.mlp", f"{there}.mlp")
+    yield from _norms(spec, here, there, "mlp_out_norm")
+
+
+def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Parameter]:
+    """Those of the norms `names` that this model's layers have."""
+    sources = NORMS[spec.norms]
+    for name in names:
+        if name in sources:
+            yield _whole(f"{here}.{name}.weight", f"{there}.{sources[name]}.weight", spec.hidden_size)
+
+
+def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+    hidden, dim = spec.hidden_size, spec.head_dim
     q_rows = range(own.q_heads.start * dim, own.q_heads.stop * dim)
     kv_rows = range(own.kv_heads.start * dim, own.kv_heads.stop * dim)
-    qkv = [
-        ("q", spec.num_heads * dim, q_rows),
-        ("k", spec.num_kv_heads * dim, kv_rows),
-        ("v", spec.num_kv_heads * dim, kv_rows),
-    ]
-    gate_up = [("gate", wide, own.columns), ("up", wide, own.columns)]
-
-    yield _whole(f"{here}.input_norm.weight", f"{there}.input_layernorm.weight", hidden)
-    yield _rows(
-        f"{here}.attn.qkv.weight", hidden, *((f"{there}.self_attn.{n}_proj.weight", rows, take) for n, rows, take in qkv)
-    )
+    q_width, kv_width = spec.num_heads * dim, spec.num_kv_heads * dim
+    qkv = [("q_proj", q_width, q_rows), ("k_proj", kv_width, kv_rows), ("v_proj", kv_width, kv_rows)]
+    qkv = _fused("qkv_proj", qkv) if spec.fused_qkv else qkv
+    yield _rows(f"{here}.qkv.weight", hidden, *((f"{there}.{name}.weight", rows, take) for name, rows, take in qkv))
     if spec.qkv_bias:
-        yield _rows(f"{here}.attn.qkv.bias", None, *((f"{there}.self_attn.{n}_proj.bias", rows, take) for n, rows, take in qkv))
+        yield _rows(f"{here}.qkv.bias", None, *((f"{there}.{name}.bias", rows, take) for name, rows, take in qkv))
     if spec.qk_norm == "head":
-        yield _whole(f"{here}.attn.q_norm.weight", f"{there}.self_attn.q_norm.weight", dim)
-        yield _whole(f"{here}.attn.k_norm.weight", f"{there}.self_attn.k_norm.weight", dim)
-    yield _inputs(f"{here}.attn.o.weight", f"{there}.self_attn.o_proj.weight", hidden, spec.num_heads * dim, q_rows)
+        yield _whole(f"{here}.q_norm.weight", f"{there}.q_norm.weight", dim)
+        yield _whole(f"{here}.k_norm.weight", f"{there}.k_norm.weight", dim)
+    if spec.qk_norm == "width":
+        yield _rows(f"{here}.q_norm.weight", None, (f"{there}.q_norm.weight", q_width, q_rows))
+        yield _rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", kv_width, kv_rows))
+    yield _inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, q_width, q_rows)
     if spec.o_bias:
-        yield _whole(f"{here}.attn.o.bias", f"{there}.self_attn.o_proj.bias", hidden)
-    yield _whole(f"{here}.post_norm.weight", f"{there}.post_attention_layernorm.weight", hidden)
-    yield _rows(
-        f"{here}.mlp.gate_up.weight", hidden, *((f"{there}.mlp.{n}_proj.weight", rows, take) for n, rows, take in gate_up)
-    )
-    if spec.mlp_bias:
-        yield _rows(
-            f"{here}.mlp.gate_up.bias", None, *((f"{there}.mlp.{n}_proj.bias", rows, take) for n, rows, take in gate_up)
-        )
-    yield _inputs(f"{here}.mlp.down.weight", f"{there}.mlp.down_proj.weight", hidden, wide, own.columns)
-    if spec.mlp_bias:
-        yield _whole(f"{here}.mlp.down.bias", f"{there}.mlp.down_proj.bias", hidden)
+        yield _whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
 
 
-def _rows(name: str, inputs: int | None, *segments: tuple[str, int, range]) -> Parameter:
+def _mlp(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    gate_up = [("gate_proj", wide, own.columns), ("up_proj", wide, own.columns)]
+    gate_up = _fused("gate_up_proj", gate_up) if spec.fused_gate_up else gate_up
+    yield _rows(f"{here}.gate_up.weight", hidden, *((f"{there}.{name}.weight", rows, take) for name, rows, take in gate_up))
+    if spec.mlp_bias:
+        yield _rows(f"{here}.gate_up.bias", None, *((f"{there}.{name}.bias", rows, take) for name, rows, take in gate_up))
+    yield _inputs(f"{here}.down.weight", f"{there}.down_proj.weight", hidden, wide, own.columns)
+    if spec.mlp_bias:
+        yield _whole(f"{here}.down.bias", f"{there}.down_proj.bias", hidden)
+
+
+def _fused(source: str, segments: list[Segment]) -> list[Segment]:
+    """The same segments where a checkpoint has them stacked in one tensor; each is sliced by itself::
+
+    qkv_proj   [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]      tp_rank 1 of 2 takes [q2 q3], [k1] and [v1]
+    """
+    starts = accumulate((rows for _, rows, _ in segments), initial=0)
+    total = sum(rows for _, rows, _ in segments)
+    return [
+        (source, total, range(start + take.start, start + take.stop))
+        for (_, _, take), start in zip(segments, starts, strict=False)
+    ]
+
+
+def _rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
     """Slices of output rows (of a matrix with `inputs` columns, or of a bias), stacked: column parallel."""
     tail = () if inputs is None else (inputs,)
     starts = accumulate((len(take) for _, _, take in segments), initial=0)

@@ -25,7 +25,7 @@ from placement.collectives import Entry, all_gather, all_reduce, recv, reduce_sc
 from placement.dealing import deal
 from placement.layout import Layout
 from placement.mesh import Coords, coords
-from placement.model_spec import ModelSpec
+from placement.model_spec import DTYPE_BYTES, ModelSpec
 from placement.sampling_traffic import sampling
 from placement.shards import Shard, shard, vocabulary
 from placement.step_shape import StepShape
@@ -113,6 +113,13 @@ def attention_input(seat: Seat) -> Iterator[Entry]:
     yield from _gathered(seat, "attention input", len(seat.own.layers))
 
 
+def width_norms(seat: Seat) -> Iterator[Entry]:
+    """Norms over all heads at once: two sums of squares a token (fp32) in each layer."""
+    if seat.spec.qk_norm == "width":
+        calls = len(seat.own.layers)
+        yield all_reduce("q and k norms", "tp", seat.layout.tp, seat.num_tokens * 2 * DTYPE_BYTES["float32"], calls=calls)
+
+
 def attention_output(seat: Seat) -> Iterator[Entry]:
     """The output projection is row parallel: its partial sums are added, once a layer."""
     yield _sum(seat, "attention output", len(seat.own.layers))
@@ -156,6 +163,7 @@ REGIONS: tuple[Region, ...] = (
     arriving,
     embedding,
     attention_input,
+    width_norms,
     attention_output,
     mlp_input,
     mlp_output,

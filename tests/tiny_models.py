@@ -44,6 +44,20 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 }
 
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [1.5, 3.0, 8.0],
+        "partial_rotary_factor": 0.75,
+    },
+}
+"""Long from 33 tokens on; 3 of 4 pairs of a head of 8 are turned."""
+
+_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
     "llama3": {"model_type": "llama", "rope_parameters": ROPES["llama3"]},
@@ -58,6 +72,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "smollm3": {"model_type": "smollm3", **_IDS, "no_rope_layer_interval": 2},
+    "olmo2": {"model_type": "olmo2", **_IDS},
+    "phi3": {"model_type": "phi3", **_IDS, "sliding_window": 8, **LONGROPE},
+    "glm": {"model_type": "glm", **_IDS, "head_dim": 12, "partial_rotary_factor": 0.5},
+    "glm4": {"model_type": "glm4", **_IDS, "head_dim": 12, "partial_rotary_factor": 0.5},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 12,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 12,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
 }
 """What each variant adds to the common sizes."""
 

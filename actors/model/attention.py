@@ -24,20 +24,30 @@ class AttentionBackend(Protocol):
         """The plan of a step, shared by all its layers; only this backend reads it."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: Any, window: int | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: Any,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         """Write `k` and `v` [tokens, kv_heads, head_dim] to the cache, then attend from `q` [tokens, q_heads, head_dim].
 
-        Returns [tokens, q_heads, head_dim]. `window` as in `ModelSpec.windows`; `scale` multiplies the scores.
+        Returns [tokens, q_heads, head_dim]. `window` as in `ModelSpec.windows`; `scale` multiplies the
+        scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``.
         """
 
 
-def choose(device: torch.device | str, dtype: torch.dtype, block_size: int = 16) -> AttentionBackend:
-    """The fastest backend present for this device, dtype and page size (tokens per block)."""
+def choose(device: torch.device | str, dtype: torch.dtype, block_size: int = 16, softcap: bool = False) -> AttentionBackend:
+    """The fastest backend present for this device, dtype and page size (tokens per block); `softcap`: which can cap scores."""
     if torch.device(device).type == "cuda":
         from actors.model.attention_cuda import choose_cuda
 
-        return choose_cuda(dtype, block_size)
+        return choose_cuda(dtype, block_size, softcap=softcap)
     from actors.model.attention_cpu import CpuAttention
 
     backend: AttentionBackend = CpuAttention()

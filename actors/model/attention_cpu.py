@@ -42,13 +42,22 @@ class CpuAttention:
         return CpuPlan(batch, cache)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: CpuPlan, window: int | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: CpuPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         cache.write(layer, plan.slots, k, v)
         tasks = plan.tasks(window)
         if len(tasks) == 1:
-            return tasks[0].run(q, k, v, cache, layer, scale)
+            return tasks[0].run(q, k, v, cache, layer, scale, softcap)
         out = torch.empty_like(q)
         for task in tasks:
-            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale)
+            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap)
         return out

@@ -44,19 +44,25 @@ _OFFERS = (
 )
 
 
-def choose_cuda(dtype: torch.dtype, block_size: int, load: Import = importlib.import_module) -> AttentionBackend:
-    """The first usable offer. A package that is absent, too old, or built for another torch is passed over."""
+def choose_cuda(
+    dtype: torch.dtype, block_size: int, load: Import = importlib.import_module, softcap: bool = False
+) -> AttentionBackend:
+    """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
+
+    So is one that cannot cap scores, where the model wants that (`softcap`).
+    """
     if dtype in (torch.float16, torch.bfloat16):
         for offer in _OFFERS:
-            function = _find(offer, load) if block_size % offer.page_multiple == 0 else None
+            function = _find(offer, load, softcap) if block_size % offer.page_multiple == 0 else None
             if function is not None:
                 return VarlenAttention(f"{offer.module} (CUDA)", offer.adapt(function))
     return GatherAttention()
 
 
-def _find(offer: _Offer, load: Import) -> Callable[..., Any] | None:
+def _find(offer: _Offer, load: Import, softcap: bool) -> Callable[..., Any] | None:
     try:
         function = getattr(load(offer.module), offer.function)
     except (ImportError, OSError, AttributeError):  # a wheel built for another torch fails with an undefined symbol
         return None
-    return function if offer.needs in inspect.signature(function).parameters else None
+    needs = {offer.needs, "softcap"} if softcap else {offer.needs}
+    return function if needs <= inspect.signature(function).parameters.keys() else None

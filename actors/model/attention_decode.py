@@ -35,13 +35,15 @@ class DecodeBucket:
     keys: Source
     mask: Tensor | None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
         keys, values = self.keys.read(cache, layer)
         rows, heads, dim = q.shape
         # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
-        return flash(grouped, keys, values, scale, mask=self.mask).reshape(rows, heads, dim)
+        return flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap).reshape(rows, heads, dim)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The one door to torch's CPU flash-attention operator. Nothing else may call it.
+"""Attention of one block of queries on CPU: the one door to torch's flash operator. Nothing else may call it.
 
 The operator checks almost nothing (torch 2.13), so this does:
 
@@ -7,6 +7,8 @@ The operator checks almost nothing (torch 2.13), so this does:
 - k's batch, or v's shape, unlike q's: reads out of bounds        -> refused
 - causal with unequal lengths: aligned to the wrong (left) corner -> refused
 - a row that sees nothing: output 0 but LSE 0, which merges as if it had weight -> LSE -inf
+
+It cannot cap scores either: `softcap` goes to `actors.model.attention_capped`, under the same checks.
 """
 
 from __future__ import annotations
@@ -14,31 +16,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from actors.model.attention_capped import capped_attention
 
-def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention: [batch, q_heads, queries, dim], in q's memory order. Rows that see nothing are 0.
 
     `q` is [batch, q_heads, queries, dim]; `k` and `v` are [batch, kv_heads, keys, dim] with kv_heads dividing q_heads.
-    `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. Raises `ValueError` on shapes that clash.
+    `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionBackend.attend`.
+    Raises `ValueError` on shapes that clash.
     """
-    return _run(q, k, v, scale, causal, mask)[0]
+    return _run(q, k, v, scale, causal, mask, softcap)[0]
 
 
 def flash_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `flash`, with the log-sum-exp [batch, q_heads, queries] fp32 (natural log, scale included), -inf for rows that see
     nothing."""
-    out, lse = _run(q, k, v, scale, causal, mask)
+    out, lse = _run(q, k, v, scale, causal, mask, softcap)
     if mask is not None:
         lse = lse.masked_fill(torch.isneginf(mask).all(-1), -torch.inf)
     return out, lse
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     _check(q, k, v, causal)
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    if softcap is not None:
+        return capped_attention(q, k, v, scale, softcap, causal, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 

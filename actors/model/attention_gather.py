@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from actors.model.attention_capped import capped_attention
 from actors.model.attention_pages import source
 from actors.model.batch import Batch
 from actors.model.kv_cache import KVCache
@@ -24,7 +25,16 @@ class GatherAttention:
         return batch
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: Batch, window: int | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: Batch,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         cache.write(layer, plan.slots, k, v)
         out = torch.empty_like(q)
@@ -34,17 +44,18 @@ class GatherAttention:
             first = 0 if window is None else max(0, context - window + 1)
             keys, values = source(cache, table, first, total).read(cache, layer)
             rows = slice(token, token + queries)
-            one = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1).unsqueeze(0),
-                keys,
-                values,
-                attn_mask=_visible(range(context, total), range(first, total), window, cache.device),
-                scale=scale,
-                enable_gqa=True,
-            )
+            visible = _visible(range(context, total), range(first, total), window, cache.device)
+            one = _attend(q[rows].transpose(0, 1).unsqueeze(0), keys, values, visible, scale, softcap)
             out[rows] = one.squeeze(0).transpose(0, 1)
             token += queries
         return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)[None, None]
+    return capped_attention(q, k, v, scale, softcap, mask=mask)[0]
 
 
 def _visible(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:

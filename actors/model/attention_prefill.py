@@ -34,13 +34,15 @@ class WholeChunk:
     rows: slice
     context: Source | None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim] to the context and to `k`, `v` [queries, kv_heads, dim]."""
         q, k, v = (_heads_first(x) for x in (q, k, v))
         if self.context is None:
-            return _tokens_first(flash(q, k, v, scale, causal=True))
-        chunk = flash_with_lse(q, k, v, scale, causal=True)
-        context = flash_with_lse(q, *self.context.read(cache, layer), scale)
+            return _tokens_first(flash(q, k, v, scale, causal=True, softcap=softcap))
+        chunk = flash_with_lse(q, k, v, scale, causal=True, softcap=softcap)
+        context = flash_with_lse(q, *self.context.read(cache, layer), scale, softcap=softcap)
         return _tokens_first(merge((context, chunk))[0])
 
 
@@ -52,9 +54,11 @@ class WindowBlock:
     band: Source
     mask: Tensor
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim]; the fresh `k`, `v` are read from the cache, where they are already."""
-        return _tokens_first(flash(_heads_first(q), *self.band.read(cache, layer), scale, mask=self.mask))
+        return _tokens_first(flash(_heads_first(q), *self.band.read(cache, layer), scale, mask=self.mask, softcap=softcap))
 
 
 def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[WholeChunk | WindowBlock]:

@@ -36,8 +36,8 @@ class VarlenPlan:
     """[sequences, longest table], padded with block 0."""
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float], Tensor]
-"""(q, key pages, value pages, plan, window, scale) -> [tokens, q_heads, head_dim]."""
+Kernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float, float | None], Tensor]
+"""(q, key pages, value pages, plan, window, scale, softcap) -> [tokens, q_heads, head_dim]."""
 
 
 class VarlenAttention:
@@ -62,19 +62,36 @@ class VarlenAttention:
         )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, plan: VarlenPlan, window: int | None, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: VarlenPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         if q.shape[0] == 0:
             return q
         cache.write(layer, plan.slots, k, v)
         before = -1 if window is None else window - 1
-        return self._kernel(q, *cache.paged_views(layer), plan, (before, 0), scale)
+        return self._kernel(q, *cache.paged_views(layer), plan, (before, 0), scale, softcap)
 
 
 def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
     """``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
 
-    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, window: tuple[int, int], scale: float) -> Tensor:
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -87,6 +104,7 @@ def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
             causal=True,
             window_size=window,
             block_table=plan.block_tables,
+            **_cap(softcap),
         )
         return out
 
@@ -96,7 +114,15 @@ def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
 def vllm_kernel(function: Callable[..., Any]) -> Kernel:
     """``flash_attn_varlen_func`` as vendored in vLLM: with a block table it takes key lengths, not their running sum."""
 
-    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, window: tuple[int, int], scale: float) -> Tensor:
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -109,6 +135,7 @@ def vllm_kernel(function: Callable[..., Any]) -> Kernel:
             causal=True,
             window_size=window,
             block_table=plan.block_tables,
+            **_cap(softcap),
         )
         return out
 
@@ -118,7 +145,15 @@ def vllm_kernel(function: Callable[..., Any]) -> Kernel:
 def torch_kernel(function: Callable[..., Any]) -> Kernel:
     """``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) is its causal flag."""
 
-    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, window: tuple[int, int], scale: float) -> Tensor:
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -132,10 +167,16 @@ def torch_kernel(function: Callable[..., Any]) -> Kernel:
             enable_gqa=True,
             seqused_k=plan.key_lens,
             block_table=plan.block_tables,
+            **_cap(softcap),
         )
         return out
 
     return run
+
+
+def _cap(softcap: float | None) -> dict[str, float]:
+    """The argument that caps scores, only where it is wanted: not every kernel has it (`choose_cuda` sees to that)."""
+    return {} if softcap is None else {"softcap": softcap}
 
 
 def _int32(values: list[Any], device: torch.device) -> Tensor:

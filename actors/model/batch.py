@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ class Batch:
     block_tables: list[list[int]]
     output_rows: Tensor
     """[rows] int64: tokens of the step whose logits are wanted."""
+    prompt_lens: list[int] = field(default_factory=list)
+    """Prompt tokens of each sequence, run or not; read only by ropes that depend on it."""
 
     @property
     def num_tokens(self) -> int:

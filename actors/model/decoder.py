@@ -3,7 +3,8 @@
     first stage                                                    last stage
     token ids -> embed -> [layer]*  -> hidden -> ... -> [layer]* -> norm -> head -> logits of my vocabulary rows
 
-    layer:  hidden + attn(input_norm(hidden)),  then  hidden + mlp(post_norm(hidden))
+    layer:  hidden + attn_out_norm(attn(input_norm(hidden))),  then  hidden + mlp_out_norm(mlp(post_norm(hidden)))
+            (a norm the model has not is the identity)
 
 A stage is what it is by construction: `forward` does not ask where it runs. Parameters are exactly those of
 `placement.shards.parameters`, uninitialised; a loader fills them in place.
@@ -11,7 +12,9 @@ A stage is what it is by construction: `forward` does not ask where it runs. Par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +24,21 @@ from actors.model.attention import AttentionBackend
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
-from actors.model.layers import ColumnParallel, GatedMLP, RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead
+from actors.model.layers import (
+    ACTIVATIONS,
+    CappedHead,
+    ColumnParallel,
+    GatedMLP,
+    OffsetRMSNorm,
+    RMSNorm,
+    RowParallel,
+    ScaledEmbedding,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
-from actors.model.rope import Rope, Rotation
+from actors.model.rope import Rotate, make_rope
 from placement.model_spec import ModelSpec
 from placement.shards import Shard, parameters
 
@@ -32,7 +47,8 @@ from placement.shards import Shard, parameters
 class Step:
     """What every layer of a step shares."""
 
-    rotate: Rotation
+    rotations: Sequence[Rotate]
+    """One for each rope of the model; a layer knows which is its own."""
     plan: Any
     cache: KVCache
     region: Region
@@ -53,14 +69,14 @@ class Decoder(nn.Module):
     ) -> None:
         """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.sequence_parallel`)."""
         super().__init__()
-        build = _Builder(spec, own, attention, dtype, device)
+        build = _Builder(spec, own, tp, attention, dtype, device)
         self.embed = build.embedding() if own.first_stage else ReceivedHidden()
         self.layers = nn.ModuleDict({str(layer): build.layer(layer) for layer in own.layers})
         self.norm = build.norm("norm") if own.last_stage else nn.Identity()
         self.head = build.head() if own.last_stage else NoHead(own)
         self.regions = Regions(tp, scatter_from)
         self._leave = _all_tokens if own.last_stage else _own_tokens
-        self._rope = Rope(spec.rope, spec.head_dim, device)
+        self._ropes = [make_rope(rope, spec.head_dim, device) for rope in build.ropes]
         self._attention = attention
 
     @torch.inference_mode()
@@ -71,7 +87,7 @@ class Decoder(nn.Module):
         that the next stage needs of this rank. Writes the step's keys and values to `cache`.
         """
         region = self.regions.of(batch.query_lens)
-        step = Step(self._rope.at(batch.positions), self._attention.prepare(batch, cache), cache, region)
+        step = Step([rope.of(batch) for rope in self._ropes], self._attention.prepare(batch, cache), cache, region)
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
@@ -112,27 +128,37 @@ class NoHead(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer with norms before its two halves."""
+    """One transformer layer. Which of the four norms a model has is decided where it is built; the others do nothing."""
 
-    def __init__(self, input_norm: RMSNorm, attn: nn.Module, post_norm: RMSNorm, mlp: nn.Module) -> None:
+    def __init__(
+        self,
+        input_norm: nn.Module,
+        attn: nn.Module,
+        attn_out_norm: nn.Module,
+        post_norm: nn.Module,
+        mlp: nn.Module,
+        mlp_out_norm: nn.Module,
+    ) -> None:
         super().__init__()
-        self.input_norm, self.attn, self.post_norm, self.mlp = input_norm, attn, post_norm, mlp
+        self.input_norm, self.attn, self.attn_out_norm = input_norm, attn, attn_out_norm
+        self.post_norm, self.mlp, self.mlp_out_norm = post_norm, mlp, mlp_out_norm
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
-        hidden = hidden + self.attn(self.input_norm(hidden), step)
-        return hidden + self.mlp(self.post_norm(hidden), step.region)  # type: ignore[no-any-return]
+        hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
+        return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step.region))  # type: ignore[no-any-return]
 
 
 class GroupedAttention(nn.Module):
     """Grouped-query attention over this rank's heads, with rotary positions and a paged cache."""
 
     def __init__(
-        self, spec: ModelSpec, own: Shard, layer: int, backend: AttentionBackend, qkv: ColumnParallel, o: RowParallel
+        self, spec: ModelSpec, own: Shard, layer: int, rope: int, backend: AttentionBackend, qkv: ColumnParallel, o: RowParallel
     ) -> None:
         super().__init__()
         self.qkv, self.o = qkv, o
+        self._rope = rope
         self._q_heads, self._kv_heads = len(own.q_heads), len(own.kv_heads)
-        self._head_dim, self._scale = spec.head_dim, spec.head_dim**-0.5
+        self._head_dim, self._scale, self._softcap = spec.head_dim, spec.scores_scale, spec.attention_softcap
         self._layer, self._window, self._backend = layer, spec.windows[layer], backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
@@ -140,8 +166,8 @@ class GroupedAttention(nn.Module):
         heads = self.qkv(x, step.region).view(-1, self._q_heads + 2 * self._kv_heads, self._head_dim)
         rotated = self._q_heads + self._kv_heads
         qk, v = heads[:, :rotated], heads[:, rotated:]
-        q, k = self._split(step.rotate(self._normed(qk)))
-        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale)
+        q, k = self._split(step.rotations[self._rope](self._normed(qk)))
+        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale, self._softcap)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:
@@ -155,13 +181,27 @@ class GroupedAttention(nn.Module):
 class NormedAttention(GroupedAttention):
     """`GroupedAttention` with an RMS norm over each query and key head before the rotation (Qwen3)."""
 
-    def __init__(self, *parts: Any, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
+    def __init__(self, *parts: Any, q_norm: nn.Module, k_norm: nn.Module) -> None:
         super().__init__(*parts)
         self.q_norm, self.k_norm = q_norm, k_norm
 
     def _normed(self, qk: Tensor) -> Tensor:
         q, k = self._split(qk)
         return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+
+
+class WidthNormedAttention(GroupedAttention):
+    """`GroupedAttention` with RMS norms over all query heads and over all key heads, wherever they are (OLMo-2)."""
+
+    def __init__(self, spec: ModelSpec, own: Shard, *parts: Any, q_norm: WidthNorm, k_norm: WidthNorm, group: Group) -> None:
+        super().__init__(spec, own, *parts)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self._mean_squares = partial(mean_squares, spec=spec, own=own, group=group)
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        q, k = self._split(qk)
+        q_mean, k_mean = self._mean_squares(q, k)
+        return torch.cat((self.q_norm(q, q_mean), self.k_norm(k, k_mean)), 1)
 
 
 class _Builder:
@@ -171,34 +211,51 @@ class _Builder:
         self,
         spec: ModelSpec,
         own: Shard,
+        tp: Group,
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self._spec, self._own, self._backend = spec, own, backend
+        self._spec, self._own, self._tp, self._backend = spec, own, tp, backend
+        self.ropes = list(dict.fromkeys(spec.rope_of(layer) for layer in own.layers))
         self._table = {
             row.name: nn.Parameter(torch.empty(row.shape, dtype=dtype, device=device), requires_grad=False)
             for row in parameters(spec, own)
         }
 
     def embedding(self) -> VocabularyEmbedding:
-        return VocabularyEmbedding(self._table["embed.weight"], self._own.vocab)
+        parts = (self._table["embed.weight"], self._own.vocab)
+        scale = self._spec.embedding_scale
+        return VocabularyEmbedding(*parts) if scale == 1 else ScaledEmbedding(*parts, scale)
 
     def head(self) -> VocabularyHead:
         """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
-        return VocabularyHead(weight, self._own.vocab, self._spec.vocab_size)
+        parts = (weight, self._own.vocab, self._spec.vocab_size)
+        cap = self._spec.logit_softcap
+        return VocabularyHead(*parts) if cap is None else CappedHead(*parts, cap)
 
     def layer(self, index: int) -> Layer:
         at = f"layers.{index}"
-        mlp = GatedMLP(self.column(f"{at}.mlp.gate_up"), self.row(f"{at}.mlp.down"))
-        return Layer(self.norm(f"{at}.input_norm"), self.attention(index, f"{at}.attn"), self.norm(f"{at}.post_norm"), mlp)
+        mlp = GatedMLP(self.column(f"{at}.mlp.gate_up"), self.row(f"{at}.mlp.down"), ACTIVATIONS[self._spec.activation])
+        return Layer(
+            self.norm(f"{at}.input_norm"),
+            self.attention(index, f"{at}.attn"),
+            self.norm(f"{at}.attn_out_norm"),
+            self.norm(f"{at}.post_norm"),
+            mlp,
+            self.norm(f"{at}.mlp_out_norm"),
+        )
 
     def attention(self, index: int, at: str) -> GroupedAttention:
-        parts = (self._spec, self._own, index, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"))
-        if self._spec.qk_norm == "head":
-            return NormedAttention(*parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
-        return GroupedAttention(*parts)
+        spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
+        parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"))
+        if spec.qk_norm == "head":
+            return NormedAttention(spec, own, *parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
+        if spec.qk_norm == "width":
+            q_norm, k_norm = (WidthNorm(self._table[f"{at}.{name}.weight"], spec.norm_eps) for name in ("q_norm", "k_norm"))
+            return WidthNormedAttention(spec, own, *parts, q_norm=q_norm, k_norm=k_norm, group=self._tp)
+        return GroupedAttention(spec, own, *parts)
 
     def column(self, name: str) -> ColumnParallel:
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
@@ -206,5 +263,8 @@ class _Builder:
     def row(self, name: str) -> RowParallel:
         return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._table[f"{name}.weight"], self._spec.norm_eps)
+    def norm(self, name: str) -> nn.Module:
+        if f"{name}.weight" not in self._table:
+            return nn.Identity()
+        weight, eps, offset = self._table[f"{name}.weight"], self._spec.norm_eps, self._spec.norm_offset
+        return RMSNorm(weight, eps) if offset == 0 else OffsetRMSNorm(weight, eps, offset)

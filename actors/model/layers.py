@@ -9,6 +9,9 @@ layers split their outputs, row-parallel ones split their inputs and sum over th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,16 +86,32 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): ``down(silu(gate(x)) * up(x))``, gate and up in one matrix."""
+class OffsetRMSNorm(nn.Module):
+    """`RMSNorm` by ``weight + offset``. The sum is taken in fp32: near 1, bf16 would round most of a small weight away."""
 
-    def __init__(self, gate_up: ColumnParallel, down: RowParallel) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
-        self.gate_up, self.down = gate_up, down
+        self.weight, self._eps, self._offset = weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(torch.float32) + self._offset
+        return F.rms_norm(x.to(torch.float32), weight.shape, weight, self._eps).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""By `ModelSpec.activation`."""
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU, or GeGLU (Shazeer 2020, arXiv 2002.05202): ``down(act(gate(x)) * up(x))``, gate and up in one matrix."""
+
+    def __init__(self, gate_up: ColumnParallel, down: RowParallel, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.gate_up, self.down, self._activation = gate_up, down, activation
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
         gate, up = self.gate_up(x, region).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up), region)  # type: ignore[no-any-return]
+        return self.down(self._activation(gate).mul_(up), region)  # type: ignore[no-any-return]
 
 
 class VocabularyEmbedding(nn.Module):
@@ -110,6 +129,17 @@ class VocabularyEmbedding(nn.Module):
         return region.sum(rows.masked_fill_(elsewhere[:, None], 0))
 
 
+class ScaledEmbedding(VocabularyEmbedding):
+    """`VocabularyEmbedding` times a constant, which is first rounded to the weight's type, as Gemma was trained."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range, scale: float) -> None:
+        super().__init__(weight, vocab)
+        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
+
+    def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
+        return super().forward(token_ids, received, region) * self._scale
+
+
 class VocabularyHead(nn.Module):
     """Holds the output rows of the token ids in `vocab`: ``[rows, hidden] -> [rows, len(vocab)]`` fp32 logits.
 
@@ -122,6 +152,26 @@ class VocabularyHead(nn.Module):
         self._real = min(max(vocab_size - vocab.start, 0), len(vocab))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self.weight).to(torch.float32)
+        logits = self._shaped(linear(hidden, self.weight).to(torch.float32))
         logits[:, self._real :] = -torch.inf
         return logits
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """Logits as the sampler is to see them."""
+        return logits
+
+
+class CappedHead(VocabularyHead):
+    """`VocabularyHead` whose logits are bent into ``(-cap, cap)`` (Gemma 2)."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int, cap: float) -> None:
+        super().__init__(weight, vocab, vocab_size)
+        self._cap = cap
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        return softcap(logits, self._cap)
+
+
+def softcap(scores: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(scores / cap)``."""
+    return scores.div(cap).tanh_().mul_(cap)

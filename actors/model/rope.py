@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), and the ways of stretching it to longer contexts.
 
-Halves are rotated, not neighbours (the Hugging Face weight order)::
+Halves are rotated (the Hugging Face weight order), or neighbours where a model was trained so::
 
-    [a | b]  ->  [a cos - b sin | b cos + a sin]          a, b: the two halves of a head
+    [a | b]          ->  [a cos - b sin | b cos + a sin]          a, b: the two halves of a head
+    [a0 b0 a1 b1 .]  ->  [a0 cos - b0 sin, b0 cos + a0 sin, .]    interleaved
 
 The rotation is done in fp32. Angles are computed once a step from true positions, so a chunk, a prefix hit or another
 rank's part of the sequence cannot be given the wrong offset.
@@ -10,13 +11,19 @@ rank's part of the sequence cannot be given the wrong offset.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from actors.model.batch import Batch
+from actors.model.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies, original_max_position
 from placement.model_spec import RopeSpec
+
+Rotate = Callable[[Tensor], Tensor]
+"""Turns [tokens, heads, head_dim] by the angles of one step; returns its dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,77 +39,137 @@ class Rotation:
         return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class PairRotation:
+    """As `Rotation` where neighbours are turned together; every other element of `sin`, from the first, is negated."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate `x` [tokens, heads, head_dim]; returns its dtype."""
+        swapped = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
+        return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class PartialRotation:
+    """Turns the first `dims` dimensions of each head and leaves the others."""
+
+    inner: Rotate
+    dims: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate `x` [tokens, heads, head_dim]; returns its dtype."""
+        return torch.cat((self.inner(x[..., : self.dims]), x[..., self.dims :]), -1)
+
+
+class StepRope(Protocol):
+    """Makes the rotation of a step."""
+
+    def of(self, batch: Batch) -> Rotate:
+        """The rotation of every token of `batch`."""
+
+
+class NoRope:
+    """The rope of layers that have none."""
+
+    def of(self, batch: Batch) -> Rotate:
+        return _unturned
+
+
 class Rope:
     """Turns positions into rotations for one head size."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         inverse, self.attention_factor = inverse_frequencies(spec, head_dim)
         self._inverse_frequencies = inverse.to(device)
+        self._rotation = _neighbours if spec.interleaved else _halves
+        self._dims, self._head_dim = spec.rotary_dims or head_dim, head_dim
 
-    def at(self, positions: Tensor) -> Rotation:
+    def of(self, batch: Batch) -> Rotate:
+        return self.at(batch.positions)
+
+    def at(self, positions: Tensor) -> Rotate:
         """The rotation of each of `positions` [tokens] int64, true positions in the sequence."""
-        angles = positions.to(torch.float32)[:, None] * self._inverse_frequencies
+        return self._turn(positions.to(torch.float32)[:, None] * self._inverse_frequencies)
+
+    def _turn(self, angles: Tensor) -> Rotate:
+        """The rotation by `angles` [tokens, rotary_dims / 2] radians."""
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        rotate = self._rotation(cos, sin)
+        return rotate if self._dims == self._head_dim else PartialRotation(rotate, self._dims)
 
 
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """(radians per position [head_dim / 2] fp32, factor on cos and sin): bit-equal to those of transformers."""
-    frequencies = 1.0 / (spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    if spec.kind == "linear":
-        return frequencies / spec.factor, 1.0
-    if spec.kind == "llama3":
-        return _llama3(frequencies, spec), 1.0
-    if spec.kind == "yarn":
-        return _yarn(spec, head_dim), _yarn_attention_factor(spec)
-    return frequencies, 1.0
+class LengthRope(Rope):
+    """A rope whose frequencies depend on the length of the sequence.
+
+    In transformers it is the longest sequence of the batch, as far as it has been run, that decides: an answer would depend
+    on its neighbours and on the size of the chunks. Here each token has a length of its own,
+
+        length(token at position p of a sequence with a prompt of n tokens) = max(n, p + 1)
+
+    which is what transformers does with one sequence whose prompt is run in one piece. Keys are not turned anew when the
+    sequence grows over the trained length. Prompts of unlike `RopeSpec.length_class` share no cached keys.
+    """
+
+    def of(self, batch: Batch) -> Rotate:
+        prompts, counts = (
+            torch.tensor(lens, dtype=torch.int64, device=batch.positions.device)
+            for lens in (batch.prompt_lens, batch.query_lens)
+        )
+        prompts = prompts.repeat_interleave(counts)
+        return self.in_sequences(batch.positions, torch.maximum(prompts, batch.positions + 1))
+
+    def in_sequences(self, positions: Tensor, lengths: Tensor) -> Rotate:
+        """The rotation of each of `positions` in a sequence as long as its entry of `lengths` [tokens] says."""
+        return self._turn(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
+
+    def _frequencies(self, lengths: Tensor) -> Tensor:
+        """Radians per position, [tokens, rotary_dims / 2]."""
+        raise NotImplementedError
 
 
-def _llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
-    original = _original_max_position(spec)
-    wavelength = 2 * math.pi / frequencies
-    slowed = torch.where(wavelength > original / spec.low_freq_factor, frequencies / spec.factor, frequencies)
-    smooth = (original / wavelength - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    blended = (1 - smooth) * slowed / spec.factor + smooth * slowed
-    between = (wavelength >= original / spec.high_freq_factor) & (wavelength <= original / spec.low_freq_factor)
-    return torch.where(between, blended, slowed)
+class LongRope(LengthRope):
+    """Two sets of frequencies: one up to the trained length, one beyond it (Ding et al. 2024, arXiv 2402.13753)."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, head_dim, device)
+        self._long = long_frequencies(spec, self._dims).to(device)
+        self._original = original_max_position(spec)
+
+    def _frequencies(self, lengths: Tensor) -> Tensor:
+        return torch.where((lengths > self._original)[:, None], self._long, self._inverse_frequencies)
 
 
-def _yarn(spec: RopeSpec, head_dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): interpolate slow dimensions, keep fast ones, ramp between."""
-    wave = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    kept, interpolated = 1.0 / wave, 1.0 / (spec.factor * wave)
-    low, high = (_yarn_dimension(rotations, spec, head_dim) for rotations in (spec.beta_fast, spec.beta_slow))
-    if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # the ramp must not divide by zero
-    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    keep = 1 - ramp
-    return interpolated * (1 - keep) + kept * keep
+class DynamicRope(LengthRope):
+    """Frequencies for every length beyond the trained one (`dynamic_frequencies`)."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, head_dim, device)
+        self._spec = spec
+
+    def _frequencies(self, lengths: Tensor) -> Tensor:
+        return dynamic_frequencies(self._spec, self._dims, lengths)
 
 
-def _yarn_dimension(rotations: float, spec: RopeSpec, head_dim: int) -> float:
-    """The dimension that turns `rotations` times over the original context."""
-    turns = _original_max_position(spec) / (rotations * 2 * math.pi)
-    return head_dim * math.log(turns) / (2 * math.log(spec.theta))
+_KINDS: dict[str, type[Rope]] = {"longrope": LongRope, "dynamic": DynamicRope}
 
 
-def _yarn_attention_factor(spec: RopeSpec) -> float:
-    if spec.attention_factor is not None:
-        return spec.attention_factor
-    if spec.mscale and spec.mscale_all_dim:
-        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
-    return _mscale(spec.factor, 1.0)
+def make_rope(spec: RopeSpec | None, head_dim: int, device: torch.device | str = "cpu") -> StepRope:
+    """The rope of some layers; `spec` is that of `ModelSpec.rope_of`."""
+    if spec is None:
+        return NoRope()
+    return _KINDS.get(spec.kind, Rope)(spec, head_dim, device)
 
 
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _halves(cos: Tensor, sin: Tensor) -> Rotate:
+    return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
 
 
-def _original_max_position(spec: RopeSpec) -> int:
-    if spec.original_max_position is None:
-        raise ValueError(f"rope kind {spec.kind!r} needs original_max_position (the trained context length); it is not given")
-    return spec.original_max_position
+def _neighbours(cos: Tensor, sin: Tensor) -> Rotate:
+    return PairRotation(torch.stack((cos, cos), -1).flatten(-2)[:, None], torch.stack((-sin, sin), -1).flatten(-2)[:, None])
+
+
+def _unturned(x: Tensor) -> Tensor:
+    return x

@@ -45,6 +45,14 @@ def test_a_layout_equals_one_rank(family: str, sizes: dict[str, int]) -> None:
         torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("family", ["smollm3", "olmo2", "phi3", "glm", "glm4", "gemma2", "gemma3"])
+def test_a_layout_equals_transformers(family: str, sizes: dict[str, int]) -> None:
+    model = tiny(family)
+    for tokens, logits in zip(SEQUENCES, run(model, Layout(**sizes), SEQUENCES, SCHEDULE), strict=True):
+        torch.testing.assert_close(logits, model.logits(tokens), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("sizes", [*DEPTHS, {"pp": 2, "stage_layers": (3, 1)}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_are_bit_identical_to_one_stage(tied: bool, sizes: dict[str, int]) -> None:

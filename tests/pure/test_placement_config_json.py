@@ -169,7 +169,12 @@ def test_linear_and_default_rope(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, ["rope_type 'longrope'", "llama3"]),
+        ({"rope_scaling": {"type": "mrope"}}, ["rope_type 'mrope'", "llama3", "longrope"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["short_factor is missing"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [1]}},
+            ["short_factor has 2 numbers", "4 pairs"],
+        ),
         ({"rope_scaling": {"type": "linear"}}, ["factor is missing"]),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, ["factor is -1.0"]),
         ({"rope_scaling": "linear"}, ["rope_scaling is 'linear'", "an object"]),
