@@ -52,7 +52,8 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
     """One layer on one rank, with the shapes and bytes of its weights and the collectives of the step at their places."""
     spec, view, step = explained.spec, explained.ranks[rank], explained.step
     sent = [entry for entry, makers in explained.traffic if rank in makers]
-    hidden = f"hidden [{step.num_tokens:,} token{'' if step.num_tokens == 1 else 's'}, {spec.hidden_size:,}]"
+    tokens = view.num_hidden
+    hidden = f"hidden [{tokens:,} token{'' if tokens == 1 else 's'}, {spec.hidden_size:,}]"
     yield hidden
     for name, row in layer_parameters(spec, view.own):
         yield from _collectives(sent, _BEFORE.get(name))

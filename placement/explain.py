@@ -15,23 +15,27 @@ from placement import mesh
 from placement.balance import MEASURE, Balance, balance, bubble
 from placement.collectives import Entry
 from placement.layout import Layout
-from placement.memory import BLOCK_TOKENS, RankMemory, parameter_count, rank_memories
+from placement.memory import RankMemory, parameter_count, rank_memories
 from placement.mesh import Coords
 from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
-from placement.shards import Parameter, Shard, parameters, shard
+from placement.shards import Parameter, Shard, parameters
 from placement.step_shape import StepShape
-from placement.traffic import traffic
+from placement.traffic import seat_of, traffic
 
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: where it sits, what it holds, and the bytes of the step's KV cache on it (whole blocks)."""
+    """One rank: where it sits, what it holds, and the bytes its share of the step's KV cache takes at most (whole blocks).
+
+    `num_hidden` is the number of tokens whose hidden states it holds between layers: its own where the step is scattered.
+    """
 
     world_rank: int
     at: Coords
     own: Shard
     memory: RankMemory
     kv_bytes: int
+    num_hidden: int
 
     @property
     def total_bytes(self) -> int:
@@ -99,9 +103,9 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
 
 
 def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
-    at = mesh.coords(layout, memory.world_rank)
-    blocks = sum(-(-(row.context + row.tokens) // BLOCK_TOKENS) for row in step.rows)
-    return RankView(memory.world_rank, at, shard(spec, layout, at), memory, blocks * memory.block_bytes)
+    seat = seat_of(spec, layout, memory.world_rank, step)
+    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in step.rows)
+    return RankView(memory.world_rank, seat.at, seat.own, memory, blocks * memory.block_bytes, seat.num_hidden)
 
 
 def _rank_json(view: RankView) -> dict[str, Any]:
@@ -117,6 +121,7 @@ def _rank_json(view: RankView) -> dict[str, Any]:
         "vocabulary": [own.vocab.start, own.vocab.stop],
         "weight_bytes": view.memory.weight_bytes,
         "kv_bytes_per_token": view.memory.kv_bytes_per_token,
+        "hidden_tokens": view.num_hidden,
     }
 
 

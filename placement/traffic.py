@@ -52,9 +52,19 @@ class Seat:
         return sum(self.query_lens)
 
     @property
+    def num_own(self) -> int:
+        """Tokens that are this rank's own: its share of the tp group's."""
+        return len(deal(self.num_tokens, self.layout.tp)[self.at.tp])
+
+    @property
+    def num_hidden(self) -> int:
+        """Tokens whose hidden states this rank holds between layers."""
+        return self.num_own if self.is_scattered else self.num_tokens
+
+    @property
     def own_bytes(self) -> int:
-        """Bytes of the hidden states of this rank's own tokens: its share of the tp group's."""
-        return self.hidden_bytes(len(deal(self.num_tokens, self.layout.tp)[self.at.tp]))
+        """Bytes of the hidden states of this rank's own tokens."""
+        return self.hidden_bytes(self.num_own)
 
     @property
     def is_scattered(self) -> bool:
@@ -66,19 +76,26 @@ class Seat:
         return rows * self.spec.hidden_size * self.step.element_bytes
 
 
+def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape) -> Seat:
+    """The seat of a world rank."""
+    at = coords(layout, world_rank)
+    return Seat(spec, layout, at, shard(spec, layout, at), step)
+
+
 def rank_traffic(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape) -> list[Entry]:
     """Every collective of one rank in one step, in the order of the forward pass."""
-    at = coords(layout, world_rank)
-    seat = Seat(spec, layout, at, shard(spec, layout, at), step)
-    return [entry for region in REGIONS for entry in region(seat) if entry.group_size > 1 and entry.calls]
+    seat = seat_of(spec, layout, world_rank, step)
+    return [entry for region in REGIONS for entry in _heard(region, seat)]
 
 
 def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Entry, tuple[int, ...]]]:
-    """Every distinct entry of a replica, with the world ranks that make it; in the order of the first such rank."""
+    """Every distinct entry of a replica, with the world ranks that make it; in the order of the forward pass."""
+    seats = [seat_of(spec, layout, rank, step) for rank in range(layout.world)]
     makers: dict[Entry, list[int]] = {}
-    for rank in range(layout.world):
-        for entry in rank_traffic(spec, layout, rank, step):
-            makers.setdefault(entry, []).append(rank)
+    for region in REGIONS:
+        for rank, seat in enumerate(seats):
+            for entry in _heard(region, seat):
+                makers.setdefault(entry, []).append(rank)
     return [(entry, tuple(ranks)) for entry, ranks in makers.items()]
 
 
@@ -186,3 +203,8 @@ def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
     """All tokens where the rank holds its own only."""
     if seat.is_scattered:
         yield all_gather(where, "tp", seat.layout.tp, seat.own_bytes, calls)
+
+
+def _heard(region: Region, seat: Seat) -> list[Entry]:
+    """The entries of a region that anybody else hears of."""
+    return [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]

@@ -7,7 +7,7 @@ import pytest
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
 from placement.step_shape import StepShape
-from placement.traffic import counters, rank_traffic, traffic
+from placement.traffic import counters, rank_traffic, seat_of, traffic
 
 
 def llama(**changes: object) -> ModelSpec:
@@ -51,6 +51,28 @@ def test_a_stage_boundary_moves_the_hidden_states_once(num_layers: int) -> None:
     assert counters(sender, "pp") == ({"send": 1}, {"send": 32 * 2000 * 8192 * 2})
     assert counters(receiver, "pp") == ({"recv": 1}, {"recv": 0})
     assert [entry.payload_bytes for entry in receiver] == [32 * 2000 * 8192 * 2]
+
+
+@pytest.mark.parametrize("tokens", [2000, 2001])
+def test_a_scattered_layer_sends_the_bytes_of_two_sums_in_twice_the_calls(tokens: int) -> None:
+    spec, step, layout = llama(num_layers=1), StepShape.of(batch=3, tokens=tokens), Layout(tp=4, sp=True)
+    per_rank = []
+    for rank in range(4):
+        layer = [entry for entry in rank_traffic(spec, layout, rank, step) if entry.where.startswith(("attention", "mlp"))]
+        calls, sent = counters(layer, "tp")
+        assert calls == {"all_gather": 2, "reduce_scatter": 2}
+        per_rank.append(sent)
+    whole = 3 * tokens * 8192 * 2
+    assert sum(sent["all_gather"] for sent in per_rank) == 2 * 3 * whole
+    assert sum(sent["reduce_scatter"] for sent in per_rank) == 2 * 3 * whole
+    plain = [entry for entry in rank_traffic(spec, Layout(tp=4), 0, step) if entry.where.startswith(("attention", "mlp"))]
+    assert sum(sum(sent.values()) for sent in per_rank) == 4 * sum(entry.wire_bytes_per_rank for entry in plain)
+
+
+def test_norm_regions_hold_their_share_of_the_tokens() -> None:
+    held = [seat_of(llama(), Layout(tp=4, sp=True), rank, StepShape.of(1, 2001)).num_hidden for rank in range(4)]
+    assert held == [501, 500, 500, 500]
+    assert seat_of(llama(), Layout(tp=4, sp=True), 0, SHORT).num_hidden == 32
 
 
 def test_one_rank_says_nothing() -> None:
