@@ -63,7 +63,8 @@ def connect(address: str | None = None, slots: int | None = None) -> Connection:
     if address is None:
         cores = os.cpu_count() or 1
         common |= {"num_cpus": max(slots or 1, cores), "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-    context: Any = ray.init(address=address, **common)
+    # Without an address, Ray would join whatever cluster it finds on this machine.
+    context: Any = ray.init(address=address or "local", **common)
     return Connection(address=str(context.address_info["address"]), embedded=address is None)
 
 

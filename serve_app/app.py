@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
@@ -37,20 +38,26 @@ _ONGOING = 100_000
 class EngineReplica(Replica):
     """A `Replica` that takes its name from Serve."""
 
-    def __init__(self, settings: ReplicaSettings) -> None:
-        super().__init__(settings, str(serve.get_replica_context().replica_id.unique_id))
+    def __init__(self, args: ServeArgs) -> None:
+        super().__init__(settings_in_cluster(args), str(serve.get_replica_context().replica_id.unique_id))
 
 
 class Ingress:
     """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
 
-    def __init__(self, args: ServeArgs, settings: ReplicaSettings, engine: DeploymentHandle[Any]) -> None:
-        self._model = served_model(args, settings)
+    def __init__(self, args: ServeArgs, engine: DeploymentHandle[Any]) -> None:
+        self._model = served_model(args, settings_in_cluster(args))
         self._settings = ApiSettings(api_keys=args.api_keys)
         self._backend = HandleBackend(engine)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self._model, self._backend, self._settings)
+
+
+def settings_in_cluster(args: ServeArgs) -> ReplicaSettings:
+    """What `args` come to on the connected cluster. Raises `ModelError` or `LayoutError`."""
+    device = args.device if args.device != "auto" else best_device()
+    return replica_settings(args, device, discover(device))
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
@@ -68,8 +75,8 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
 def build(args: ServeArgs) -> Application:
     """The Serve application for `args`. Raises `ModelError`, `LayoutError` or `pydantic.ValidationError`."""
     args = args if isinstance(args, ServeArgs) else ServeArgs.model_validate(_mapping(args))
-    device = args.device if args.device != "auto" else best_device()
-    settings = replica_settings(args, device, discover(device))
+    # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
+    settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
     engine: Any = serve.deployment(
         EngineReplica,
         name=ENGINE,
@@ -92,7 +99,7 @@ def build(args: ServeArgs) -> Application:
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=1,
     )
-    app: Application = ingress.bind(args, settings, engine.bind(settings))
+    app: Application = ingress.bind(args, engine.bind(args))
     return app
 
 
