@@ -9,13 +9,14 @@ A rank of a process (`actors.rank`) and a rank of a thread (`actors.threads`) di
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from actors.config import RankConfig
+from actors.messages import StepPlan, StepResult
 from actors.model import attention
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
@@ -33,6 +34,13 @@ Progress = Callable[[int, int], None]
 """Told (bytes read so far, bytes in all)."""
 
 
+class StepRunner(Protocol):
+    """What the step loop needs of a `Runner`."""
+
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """See `Runner.step`."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """A rank that is ready for plans."""
@@ -43,7 +51,7 @@ class Parts:
     decoder: Decoder
     cache: KVCache
     sampler: Sampler
-    runner: Runner
+    runner: StepRunner
 
 
 def own_shard(config: RankConfig) -> Shard:
@@ -62,7 +70,6 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
         load(dict(decoder.named_parameters()), config.spec, own, source, progress)
     finally:
         source.close()
-    gc.collect()
     return decoder
 
 

@@ -8,6 +8,7 @@ never restarted alone; their replica ends and remakes all of them.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -57,6 +58,7 @@ class Rank:
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
         self._decoder = load_decoder(self._config, self._groups, self._progress)
+        gc.collect()
         weight_bytes = sum(weight.numel() * weight.element_size() for weight in self._decoder.parameters())
         self._status = self._status.model_copy(update={"state": "loaded"})
         return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())

@@ -20,7 +20,7 @@ from actors.model.group import Group
 from actors.model.kv_cache import KVCache
 from actors.sampler import Sampler, SampleRow
 
-_SCORED_ROWS = 256
+SCORED_ROWS = 256
 """Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
 
 
@@ -142,7 +142,7 @@ class Runner:
                 continue
             first = last - row.count + 1
             entries = []
-            for part in _parts(count, _SCORED_ROWS):
+            for part in _parts(count, SCORED_ROWS):
                 logits = self._decoder.logits(hidden[first + part.start : first + part.stop])
                 targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]
                 entries.extend(self._sampler.score(logits, targets, top))

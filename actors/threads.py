@@ -34,15 +34,15 @@ _JOIN_S = 60.0
 class ThreadRanks:
     """The ranks of one replica as threads, and the link to them. `config` is that of any rank: the others are made from it.
 
-    `attach` is called in each rank's own thread once its parts stand, before the first plan: to watch them, or to break
-    them. `timeout_s`: how long one collective waits for its peers.
+    `attach` is called in each rank's own thread once its parts stand, before the first plan, and returns the parts to
+    use: watched ones, for instance. `timeout_s`: how long one collective waits for its peers.
     """
 
     def __init__(
         self,
         config: RankConfig,
         num_blocks: int,
-        attach: Callable[[Parts], None] = lambda parts: None,
+        attach: Callable[[Parts], Parts] = lambda parts: parts,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         link_end: Callable[[int], PlanLink] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ def start_ranks(
     config: RankConfig,
     num_blocks: int,
     link_end: Callable[[int], PlanLink],
-    attach: Callable[[Parts], None] = lambda parts: None,
+    attach: Callable[[Parts], Parts] = lambda parts: parts,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[threading.Thread]:
     """One started thread per rank; each loads its weights, then runs the plans of its link until that is closed."""
@@ -102,13 +102,12 @@ def _run_rank(
     groups: dict[str, Group],
     num_blocks: int,
     link_end: Callable[[int], PlanLink],
-    attach: Callable[[Parts], None],
+    attach: Callable[[Parts], Parts],
 ) -> None:
     torch.set_num_threads(config.threads or 1)
     link = link_end(config.world_rank)
     try:
-        parts = put_together(config, groups, load_decoder(config, groups), num_blocks)
-        attach(parts)
+        parts = attach(put_together(config, groups, load_decoder(config, groups), num_blocks))
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")
         link.close()

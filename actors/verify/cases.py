@@ -1,0 +1,222 @@
+"""The cases of a verification: the same few sequences, run in every way an engine may run them.
+
+Tokens are given, not sampled (teacher forcing), so every case must arrive at the same values for the same
+(sequence, position), and one plain run of one rank is the measure of all of them::
+
+    prefill   [aaaaaaaa|bbbbb]                       whole prompts, every position scored
+    chunked   [aaa|bb] [aaa|bb] [aa|b]               prompts in chunks
+    decode    [aaaaaaaa|bbbbb] [a|b] [a|b]           tokens one by one after the prompt
+    prefix    [aaaa] then a again: [....aaaa]        the first blocks are found in the cache
+    mixed     [aaa] [aa|bbbbb] [aaa|b] [a|b]         chunks of some beside single tokens of others
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+
+Key = tuple[int, int]
+"""(sequence id, position): names a token of a run."""
+
+KINDS = ("prefill", "chunked", "decode", "prefix", "mixed")
+_CHUNKS = (7, 16, 3, 11)
+
+
+@dataclass(frozen=True)
+class Text:
+    """One sequence: a prompt, and the tokens that follow it."""
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The KV blocks a case may use: block j of a sequence lies on owner ``j % owners``, ids count within an owner."""
+
+    block_size: int
+    owners: int = 1
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def num_blocks(self, texts: Sequence[Text]) -> int:
+        """Blocks every owner needs for all `texts` at once, and one that stays unused."""
+        return 1 + sum(-(-self.blocks_for(len(text.tokens)) // self.owners) for text in texts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Plans to run in order, over empty sequences."""
+
+    name: str
+    plans: tuple[StepPlan, ...]
+
+
+def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int) -> Case:
+    """The case `kind` of `KINDS`. `number` tells the sequences of one case from those of another on the same ranks."""
+    script = _Script(texts, pool, number, score=kind == "prefill")
+    {"prefill": _prefill, "chunked": _chunked, "decode": _decode, "prefix": _prefix, "mixed": _mixed}[kind](script)
+    return Case(kind, script.end())
+
+
+def plain(texts: Sequence[Text], pool: Pool, number: int) -> Case:
+    """Every sequence whole, continuation included, one after the other and every position scored: the measure."""
+    whole = [Text(text.tokens, len(text.tokens)) for text in texts]
+    script = _Script(whole, pool, number, score=True)
+    for index, text in enumerate(whole):
+        script.step({index: len(text.tokens)})
+    return Case("plain", script.end())
+
+
+def text_of(sequence_id: int, texts: Sequence[Text]) -> int:
+    """Which of `texts` a sequence id stands for."""
+    return sequence_id % len(texts)
+
+
+def planned_keys(plans: Sequence[StepPlan]) -> set[Key]:
+    """Every token that `plans` run."""
+    return {(row.sequence_id, row.start + at) for plan in plans for row in plan.rows for at in range(row.count)}
+
+
+def sampled_keys(plans: Sequence[StepPlan]) -> list[Key]:
+    """Every token that is sampled after, in order."""
+    return [(row.sequence_id, row.start + row.count - 1) for plan in plans for row in plan.rows if row.sample]
+
+
+@dataclass
+class _Held:
+    """A sequence as the ranks know it: `known` tokens, of which `done` are in the cache."""
+
+    sequence_id: int
+    known: int
+    done: int = 0
+    blocks: list[int] = field(default_factory=list)
+    fresh: bool = True
+    """Not yet in a plan, so its whole block table (cached blocks included) goes into its first row."""
+
+
+class _Script:
+    """Writes plans as an engine would: sequences start with their prompt, later tokens are appended when they are run."""
+
+    def __init__(self, texts: Sequence[Text], pool: Pool, number: int, score: bool) -> None:
+        self.texts, self.pool = texts, pool
+        self.random = random.Random(number)
+        self._scoring = SamplingParams(temperature=0.0, prompt_logprobs=0 if score else None)
+        self._next_id = 1000 * number * len(texts)
+        self._plans: list[StepPlan] = []
+        self._ended: list[int] = []
+        self._free = [list(range(pool.num_blocks(texts))) for _ in range(pool.owners)]
+        for blocks in self._free:
+            self.random.shuffle(blocks)
+        self._held = self._new_sequences()
+
+    def left(self, index: int) -> int:
+        """Tokens of a sequence that were not run yet."""
+        return len(self.texts[index].tokens) - self._held[index].done
+
+    def prompt_left(self, index: int) -> int:
+        """Prompt tokens of a sequence that were not run yet; negative once it decodes."""
+        return self.texts[index].prompt_length - self._held[index].done
+
+    def step(self, counts: dict[int, int]) -> None:
+        """One plan: so many tokens of each sequence."""
+        started = [self._start(index) for index in counts if self._held[index].fresh]
+        rows = [self._row(index, count) for index, count in counts.items()]
+        for index in counts:
+            self._held[index].fresh = False
+        self._plans.append(StepPlan(step=len(self._plans), ended=self._ended, started=started, rows=rows))
+        self._ended = []
+
+    def start_anew_on_cached_blocks(self) -> None:
+        """Forget every sequence; the same ones come back and find their full blocks in the cache."""
+        before = self._held
+        self._ended += [held.sequence_id for held in before.values() if not held.fresh]
+        self._held = self._new_sequences()
+        for index, held in self._held.items():
+            full = before[index].done // self.pool.block_size
+            held.done, held.blocks = full * self.pool.block_size, before[index].blocks[:full]
+
+    def end(self) -> tuple[StepPlan, ...]:
+        return tuple(self._plans)
+
+    def _new_sequences(self) -> dict[int, _Held]:
+        first, self._next_id = self._next_id, self._next_id + len(self.texts)
+        return {index: _Held(first + index, text.prompt_length) for index, text in enumerate(self.texts)}
+
+    def _start(self, index: int) -> SequenceStart:
+        text, held = self.texts[index], self._held[index]
+        prompt = list(text.tokens[: text.prompt_length])
+        return SequenceStart(
+            sequence_id=held.sequence_id, tokens=prompt, prompt_length=text.prompt_length, sampling=self._scoring
+        )
+
+    def _row(self, index: int, count: int) -> Row:
+        text, held = self.texts[index], self._held[index]
+        start, end = held.done, held.done + count
+        append = list(text.tokens[held.known : end])
+        had = 0 if held.fresh else len(held.blocks)
+        while len(held.blocks) < self.pool.blocks_for(end):
+            held.blocks.append(self._free[len(held.blocks) % self.pool.owners].pop())
+        held.known, held.done = max(held.known, end), end
+        return Row(
+            sequence_id=held.sequence_id,
+            start=start,
+            count=count,
+            append=append,
+            new_blocks=held.blocks[had:],
+            sample=end >= text.prompt_length,
+        )
+
+
+def _prefill(script: _Script) -> None:
+    script.step({index: text.prompt_length for index, text in enumerate(script.texts)})
+
+
+def _chunked(script: _Script) -> None:
+    while counts := {
+        index: min(_CHUNKS[index % len(_CHUNKS)], script.prompt_left(index))
+        for index in range(len(script.texts))
+        if script.prompt_left(index) > 0
+    }:
+        script.step(counts)
+
+
+def _decode(script: _Script) -> None:
+    _prefill(script)
+    while counts := {index: 1 for index in range(len(script.texts)) if script.left(index)}:
+        script.step(counts)
+
+
+def _prefix(script: _Script) -> None:
+    """At least the last prompt token is always run: it is the one that is sampled from."""
+    size = script.pool.block_size
+    cached = {index: (text.prompt_length - 1) // size * size for index, text in enumerate(script.texts)}
+    if any(cached.values()):
+        script.step({index: count for index, count in cached.items() if count})
+        script.start_anew_on_cached_blocks()
+    _finish(script)
+
+
+def _finish(script: _Script) -> None:
+    script.step({index: script.prompt_left(index) for index in range(len(script.texts))})
+    for _ in range(2):
+        counts = {index: 1 for index in range(len(script.texts)) if script.left(index)}
+        if counts:
+            script.step(counts)
+
+
+def _mixed(script: _Script) -> None:
+    while waiting := [index for index in range(len(script.texts)) if script.left(index)]:
+        counts = {}
+        for index in waiting:
+            prompt = script.prompt_left(index)
+            count = min(script.random.choice((0, 1, 2, 5, 11)), prompt) if prompt > 0 else script.random.choice((0, 1, 1))
+            if count:
+                counts[index] = count
+        if counts:
+            script.step(counts)

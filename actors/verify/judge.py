@@ -1,0 +1,119 @@
+"""Rounding or fault: the tolerances, and the verdict on one case.
+
+float32    logits within 1e-4, or within 1e-5 of the largest logit where that is more: a sum in another order moves a value
+           by its own last bits, so models with logits in the hundreds cannot be held to an absolute bound
+bfloat16   logits no further from one rank in float32 than twice what one rank in bfloat16 is, plus 1e-2
+
+Greedy tokens must be equal wherever the margin between the two best logits exceeds ten times the observed error. To name
+the first layer that departs, a hidden state is held to 1e-3 (float32) of its token's largest value, or to the bfloat16 rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actors.messages import StepResult
+from actors.verify.cases import Case, sampled_keys, text_of
+from actors.verify.measure import Distance, Measure
+from actors.verify.ranks import Ran
+from actors.verify.recorder import EMBEDDING
+from actors.verify.report import CaseReport, Departure, Disagreement
+
+_ABSOLUTE = 1e-4
+_OF_LARGEST = 1e-5
+_LAYER = 1e-3
+_MARGIN = 10.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds of one dtype on one model. `layers`: of hidden states, relative."""
+
+    dtype: str
+    logits: float
+    layers: dict[int, float]
+    text: str
+
+
+def float32_tolerance(measure: Measure) -> Tolerance:
+    """See the module."""
+    largest = measure.largest_logit
+    bound = max(_ABSOLUTE, _OF_LARGEST * largest)
+    text = f"float32: the larger of 1e-4 and 1e-5 of the largest logit ({largest:.4g})"
+    return Tolerance("float32", bound, dict.fromkeys(measure.hidden, _LAYER), text)
+
+
+def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
+    """From what one rank in bfloat16 is away from one rank in float32. See the module."""
+    text = f"bfloat16: twice the error of one rank against float32 ({one_rank.logits:.4g}) plus 1e-2"
+    layers = {layer: 2 * error + 1e-2 for layer, error in one_rank.layers.items()}
+    return Tolerance("bfloat16", 2 * one_rank.logits + 1e-2, layers, text)
+
+
+def judge(case: Case, measure: Measure, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
+    """The verdict on one case."""
+    choices = _choices(case, measure, ran.results, found.logits)
+    wrong = tuple(each for each in choices.clear if each.token != each.expected)
+    faults = list(found.faults)
+    if len(choices.given) != choices.planned:
+        faults.append(f"{choices.planned} tokens were to be sampled, {len(choices.given)} were")
+    too_far = found.logits > tolerance.logits or found.logprobs > 2 * tolerance.logits
+    fault = too_far or bool(wrong) or bool(faults) or not repeats
+    return CaseReport(
+        name=case.name,
+        dtype=tolerance.dtype,
+        verdict="fault" if fault else "rounding",
+        max_abs_error=found.logits,
+        max_logprob_error=found.logprobs,
+        tolerance=tolerance.logits,
+        sampled=len(choices.given),
+        clear=len(choices.clear),
+        greedy_match=not wrong,
+        disagreements=wrong[:10],
+        repeats=repeats,
+        departs=_first_departure(found, tolerance, measure) if fault else None,
+        faults=tuple(faults[:10]),
+    )
+
+
+@dataclass(frozen=True)
+class _Choices:
+    planned: int
+    given: list[int]
+    clear: list[Disagreement]
+    """Choices whose margin leaves no doubt, right ones too."""
+
+
+def _choices(case: Case, measure: Measure, results: Sequence[StepResult], error: float) -> _Choices:
+    keys = sampled_keys(case.plans)
+    sampled = [each for result in results for each in result.sampled]
+    if not keys or len(sampled) != len(keys):
+        return _Choices(len(keys), [each.token for each in sampled], [])
+    best = torch.topk(measure.logits[measure.rows(keys)], 2, -1)
+    margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+    clear = [
+        Disagreement(text=text_of(key[0], measure.texts), position=key[1], token=each.token, expected=expected, margin=margin)
+        for key, each, expected, margin in zip(keys, sampled, best.indices[:, 0].tolist(), margins, strict=True)
+        if margin > _MARGIN * error or each.error is not None
+    ]
+    return _Choices(len(keys), [each.token for each in sampled], clear)
+
+
+def _first_departure(found: Distance, tolerance: Tolerance, measure: Measure) -> Departure | None:
+    for layer, error in sorted(found.layers.items()):
+        if error > tolerance.layers[layer]:
+            rank, (sequence, position) = found.worst[layer]
+            return Departure(
+                layer="embedding" if layer == EMBEDDING else layer,
+                error=error,
+                bound=tolerance.layers[layer],
+                world_rank=rank,
+                text=text_of(sequence, measure.texts),
+                position=position,
+            )
+    if found.logits > tolerance.logits:
+        return Departure(layer="head", error=found.logits, bound=tolerance.logits)
+    return None

@@ -1,0 +1,143 @@
+"""The measure: what one rank gives for every token of every text, and how far a recorded value is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from actors.messages import StepPlan, StepResult
+from actors.verify.cases import Key, Text, planned_keys, sampled_keys, text_of
+from actors.verify.ranks import Ran
+from placement.shards import Shard
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Values of a plain run, one row per token of all texts end to end. `hidden`: by layer; `logits`: [tokens, vocab]."""
+
+    texts: Sequence[Text]
+    hidden: dict[int, Tensor]
+    logits: Tensor
+
+    def rows(self, keys: Sequence[Key]) -> Tensor:
+        """Row of each key."""
+        starts = list(accumulate((len(text.tokens) for text in self.texts), initial=0))
+        return torch.tensor([starts[text_of(sequence, self.texts)] + position for sequence, position in keys])
+
+    @property
+    def largest_logit(self) -> float:
+        return float(self.logits.abs().max())
+
+
+@dataclass
+class Distance:
+    """How far a run is from a measure. Errors are largest absolute differences; of hidden states, relative to the token's
+    largest hidden value. Infinite where a value is not finite."""
+
+    logits: float = 0.0
+    logprobs: float = 0.0
+    layers: dict[int, float] = field(default_factory=dict)
+    worst: dict[int, tuple[int, Key]] = field(default_factory=dict)
+    """(world rank, key) of the worst hidden state of each layer."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong whatever the tolerance: values that are missing, padding that could be sampled."""
+
+
+def measure_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Measure:
+    """The measure, from a run of `cases.plain` on one rank."""
+    empty = Measure(texts, {}, torch.empty(0))
+    tokens = sum(len(text.tokens) for text in texts)
+    hidden: dict[int, Tensor] = {}
+    logits = torch.full((tokens, vocab_size), torch.nan)
+    for record in ran.records[0]:
+        rows = empty.rows(record.keys)
+        for layer, values in record.hidden.items():
+            hidden.setdefault(layer, torch.full((tokens, values.shape[1]), torch.nan))[rows] = values
+        for keys, values in record.logits:
+            logits[empty.rows(keys)] = values[:, :vocab_size]
+    return Measure(texts, hidden, logits)
+
+
+def distance(ran: Ran, plans: Sequence[StepPlan], measure: Measure, shards: Sequence[Shard]) -> Distance:
+    """How far every rank's values are from the measure. `shards`: what each world rank holds."""
+    found = Distance()
+    wanted = _Coverage(measure, plans)
+    for rank, (records, own) in enumerate(zip(ran.records, shards, strict=True)):
+        for record in records:
+            for layer, values in record.hidden.items():
+                _compare_hidden(found, measure, rank, layer, record.keys, values)
+                wanted.saw_hidden(layer, record.keys)
+            for keys, values in record.logits:
+                _compare_logits(found, measure, rank, own, keys, values)
+                wanted.saw_logits(own, keys)
+    found.faults += wanted.missing()
+    _compare_logprobs(found, measure, ran.results)
+    return found
+
+
+def _compare_hidden(found: Distance, measure: Measure, rank: int, layer: int, keys: Sequence[Key], values: Tensor) -> None:
+    if len(keys) != values.shape[0]:
+        found.faults.append(f"rank {rank}: layer {layer} returned {values.shape[0]} rows for {len(keys)} tokens")
+        return
+    if not keys:
+        return
+    expected = measure.hidden[layer][measure.rows(keys)]
+    errors = (values - expected).abs().amax(1) / expected.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+    errors = errors.nan_to_num(torch.inf)
+    error, at = float(errors.max()), int(errors.argmax())
+    if error >= found.layers.get(layer, -1.0):
+        found.layers[layer], found.worst[layer] = error, (rank, keys[at])
+
+
+def _compare_logits(found: Distance, measure: Measure, rank: int, own: Shard, keys: Sequence[Key], values: Tensor) -> None:
+    vocab = measure.logits.shape[1]
+    real = max(0, min(own.vocab.stop, vocab) - own.vocab.start)
+    expected = measure.logits[measure.rows(keys), own.vocab.start : own.vocab.start + real]
+    if real:
+        found.logits = max(found.logits, float((values[:, :real] - expected).abs().nan_to_num(torch.inf).max()))
+    if not torch.isneginf(values[:, real:]).all():
+        found.faults.append(f"rank {rank}: logits of padding ids past {vocab} are not -inf, so they could be sampled")
+
+
+def _compare_logprobs(found: Distance, measure: Measure, results: Sequence[StepResult]) -> None:
+    """Prompt log-probabilities as the leader reported them."""
+    for result in results:
+        for scored in result.prompt_logprobs:
+            keys = [(scored.sequence_id, scored.first - 1 + at) for at in range(len(scored.entries))]
+            tokens = torch.tensor([entry.token for entry in scored.entries])
+            given = torch.tensor([entry.logprob for entry in scored.entries])
+            expected = torch.log_softmax(measure.logits[measure.rows(keys)], -1).gather(1, tokens[:, None])[:, 0]
+            found.logprobs = max(found.logprobs, float((given - expected).abs().nan_to_num(torch.inf).max()))
+
+
+class _Coverage:
+    """Which values were seen: a token that a rank dropped must not pass for one that agreed."""
+
+    def __init__(self, measure: Measure, plans: Sequence[StepPlan]) -> None:
+        self._tokens = planned_keys(plans)
+        self._hidden: dict[int, set[Key]] = {layer: set() for layer in measure.hidden}
+        self._vocab: dict[Key, set[range]] = {key: set() for key in sampled_keys(plans)}
+        self._size = measure.logits.shape[1]
+
+    def saw_hidden(self, layer: int, keys: Sequence[Key]) -> None:
+        self._hidden[layer].update(keys)
+
+    def saw_logits(self, own: Shard, keys: Sequence[Key]) -> None:
+        for key in keys:
+            if key in self._vocab:
+                self._vocab[key].add(own.vocab)
+
+    def missing(self) -> list[str]:
+        faults = []
+        for layer, seen in self._hidden.items():
+            if lost := self._tokens - seen:
+                faults.append(f"layer {layer}: {len(lost)} of {len(self._tokens)} tokens are on no rank")
+        for (sequence, position), parts in self._vocab.items():
+            seen_ids = sum(max(0, min(part.stop, self._size) - part.start) for part in parts)
+            if seen_ids != self._size:
+                faults.append(f"sequence {sequence}, position {position}: {seen_ids} of {self._size} ids have logits")
+        return faults

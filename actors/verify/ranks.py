@@ -1,0 +1,94 @@
+"""Ranks that run the plans of a case and hand over what each of them recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.assembly import Parts
+from actors.config import RankConfig
+from actors.engine.link import LinkError
+from actors.messages import StepPlan, StepResult
+from actors.threads import ThreadRanks
+from actors.verify.recorder import Recorder, StepRecord
+
+STEP_S = 60.0
+"""How long a step may take before its ranks count as stuck."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of some plans: the leader's results and every rank's records, by world rank."""
+
+    results: list[StepResult]
+    records: list[list[StepRecord]]
+
+
+class Ranks(Protocol):
+    """The ranks of one replica, watched."""
+
+    def run(self, plans: Sequence[StepPlan]) -> Ran:
+        """Run `plans`, as many in flight as there are stages. Raises `LinkError` when a rank fails or is stuck."""
+
+    def close(self) -> None:
+        """End the ranks."""
+
+
+Start = Callable[[RankConfig, int], Ranks]
+"""Makes the ranks of a replica: (config of any rank, KV blocks of each rank)."""
+
+
+class WatchedThreads:
+    """`Ranks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug."""
+
+    def __init__(self, config: RankConfig, num_blocks: int, tamper: Callable[[Parts], Parts] = lambda parts: parts) -> None:
+        self._recorders = [Recorder() for _ in range(config.layout.world)]
+        self._in_flight = config.layout.pp
+        self._done = threading.Condition()
+        self._counts = [0] * config.layout.world
+        self._sent = 0
+
+        def attach(parts: Parts) -> Parts:
+            rank = parts.config.world_rank
+            return self._recorders[rank].attach(tamper(parts), lambda: self._count(rank))
+
+        self._ranks = ThreadRanks(config, num_blocks, attach, timeout_s=STEP_S)
+
+    def run(self, plans: Sequence[StepPlan]) -> Ran:
+        results = flow(plans, self._in_flight, self._ranks.send, lambda: self._ranks.receive(STEP_S))
+        self._sent += len(plans)
+        self._wait_for_all()
+        return Ran(results, [recorder.take() for recorder in self._recorders])
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _count(self, rank: int) -> None:
+        with self._done:
+            self._counts[rank] += 1
+            self._done.notify_all()
+
+    def _wait_for_all(self) -> None:
+        """The leader's last result does not mean that the other ranks are through with the step."""
+        deadline = time.monotonic() + STEP_S
+        with self._done:
+            while late := [rank for rank, count in enumerate(self._counts) if count < self._sent]:
+                if not self._done.wait(deadline - time.monotonic()):
+                    raise LinkError(f"ranks {late} have not finished step {self._sent - 1} after {STEP_S:g} s")
+
+
+def flow(
+    plans: Sequence[StepPlan], in_flight: int, send: Callable[[StepPlan], None], receive: Callable[[], StepResult]
+) -> list[StepResult]:
+    """Send all plans, never more than `in_flight` ahead of their results."""
+    results: list[StepResult] = []
+    for number, plan in enumerate(plans):
+        if number - len(results) >= in_flight:
+            results.append(receive())
+        send(plan)
+    while len(results) < len(plans):
+        results.append(receive())
+    return results

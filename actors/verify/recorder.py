@@ -1,0 +1,109 @@
+"""Watches one rank: what every layer and the head gave for which token, step by step.
+
+Forward hooks only: the rank runs the code it always runs. What a rank records is what it holds, so a value is named by
+its (sequence, position) wherever it was computed, and nothing has to be gathered to be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.assembly import Parts, StepRunner
+from actors.messages import Row, SamplingParams, StepPlan, StepResult
+from actors.runner import SCORED_ROWS
+from actors.verify.cases import Key
+
+EMBEDDING = -1
+"""Stands for the embedding where a layer is named."""
+
+
+@dataclass
+class StepRecord:
+    """One step of one rank. `hidden`: what a layer returned, [tokens, hidden]; `logits`: (keys of its rows, [rows, own
+    vocabulary]); all fp32. `unknown` says what could not be told apart."""
+
+    step: int
+    keys: list[Key] = field(default_factory=list)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    logits: list[tuple[list[Key], Tensor]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+class Recorder:
+    """Records the steps of one rank between two calls of `take`."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self._heads: list[list[Key]] = []
+        self._scored: dict[int, tuple[SamplingParams, int]] = {}
+        self._rows: Sequence[Row] = ()
+
+    def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
+        """The parts, watched. `stepped` is called after each step."""
+        decoder = parts.decoder
+        decoder.register_forward_pre_hook(self._before)
+        if parts.own.first_stage:
+            decoder.embed.register_forward_hook(partial(self._layer, EMBEDDING))
+        for name, layer in decoder.layers.items():
+            layer.register_forward_hook(partial(self._layer, int(name)))
+        decoder.head.register_forward_hook(self._head)
+        return replace(parts, runner=_Recorded(parts.runner, self, stepped))
+
+    def take(self) -> list[StepRecord]:
+        """What was recorded since the last call."""
+        taken, self.steps = self.steps, []
+        return taken
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step begins. Called by the watched runner."""
+        self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
+        self._rows = plan.rows
+        self._heads = self._head_calls(plan.rows)
+        self.steps.append(StepRecord(plan.step))
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        batch = inputs[0]
+        rows = [row.sequence_id for row, count in zip(self._rows, batch.query_lens, strict=True) for _ in range(count)]
+        self.steps[-1].keys = list(zip(rows, batch.positions.tolist(), strict=True))
+
+    def _layer(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        self.steps[-1].hidden[layer] = output.to(torch.float32, copy=True)
+
+    def _head(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        record = self.steps[-1]
+        keys = self._heads.pop(0) if self._heads else []
+        if len(keys) == output.shape[0]:
+            record.logits.append((keys, output.to(torch.float32, copy=True)))
+        else:
+            record.unknown.append(f"step {record.step}: {output.shape[0]} rows of logits, {len(keys)} were expected")
+
+    def _head_calls(self, rows: Sequence[Row]) -> list[list[Key]]:
+        """Keys of each call of the head in this step: the sampled rows together, then the scored ones of each sequence."""
+        sampled = [(row.sequence_id, row.start + row.count - 1) for row in rows if row.sample]
+        calls = [sampled] if sampled else []
+        for row in rows:
+            sampling, prompt_length = self._scored[row.sequence_id]
+            stop = min(row.start + row.count, prompt_length - 1)
+            if sampling.prompt_logprobs is not None:
+                scored = [(row.sequence_id, position) for position in range(row.start, stop)]
+                calls += [scored[at : at + SCORED_ROWS] for at in range(0, len(scored), SCORED_ROWS)]
+        return calls
+
+
+class _Recorded:
+    """A runner that tells the recorder which plan it runs."""
+
+    def __init__(self, runner: StepRunner, recorder: Recorder, stepped: Callable[[], None]) -> None:
+        self._runner, self._recorder, self._stepped = runner, recorder, stepped
+
+    def step(self, plan: StepPlan) -> StepResult | None:
+        self._recorder.begin(plan)
+        result = self._runner.step(plan)
+        self._stepped()
+        return result

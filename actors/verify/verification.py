@@ -1,0 +1,186 @@
+"""A verification from end to end: the measure, the layout's runs, the verdict.
+
+    one rank, float32 ── greedy continuation ──→ texts
+    one rank, float32 ── plain run ────────────→ measure ─┐
+    layout,   float32 ── every case, twice ───────────────┼─→ verdict
+    one rank, bfloat16 ─ plain run ──→ its own error ─────┤      (bfloat16 only)
+    layout,   bfloat16 ─ every case, twice ───────────────┘
+
+A verification in bfloat16 includes the one in float32: bfloat16 rounds so coarsely that a shard scaled by 1.01 hides in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import torch
+
+from actors.config import RankConfig
+from actors.engine.link import LinkError
+from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
+from actors.verify.judge import Tolerance, bfloat16_tolerance, float32_tolerance, judge
+from actors.verify.measure import Distance, Measure, distance, measure_of
+from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
+from actors.verify.report import CaseReport, Report
+from placement import mesh, shards
+from placement.layout import Layout
+from placement.model_spec import DType
+from placement.shards import Shard
+
+Say = Callable[[str], None]
+_REPEATED = 2
+
+
+class Verification:
+    """Compares `config.layout` with one rank on some prompts. `start` makes the layout's ranks (threads by default)."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        prompts: Sequence[Sequence[int]],
+        generate: int = 6,
+        kinds: Sequence[str] = KINDS,
+        start: Start = WatchedThreads,
+        say: Say = lambda line: None,
+    ) -> None:
+        self._config, self._prompts, self._generate = config, prompts, generate
+        self._kinds, self._start, self._say = kinds, start, say
+
+    def run(self) -> Report:
+        """The report. Raises `LinkError` only where one rank itself cannot run: that is no fault of the layout."""
+        began = time.monotonic()
+        texts, measure = self._measure()
+        tolerance = float32_tolerance(measure)
+        cases = self._cases("float32", texts, measure, tolerance)
+        one_rank: Distance | None = None
+        if self._config.dtype != "float32":
+            one_rank = self._one_rank_error(texts, measure)
+            tolerance = bfloat16_tolerance(one_rank)
+            cases += self._cases(self._config.dtype, texts, measure, tolerance)
+        return self._report(cases, texts, measure, tolerance, one_rank, time.monotonic() - began)
+
+    def _measure(self) -> tuple[list[Text], Measure]:
+        """One rank continues the prompts, then runs it all in one go per sequence."""
+        prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
+        longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
+        pool = Pool(self._config.block_size)
+        self._say("one rank, float32")
+        with closing(self._one_rank("float32", pool.num_blocks(longest))) as ranks:
+            texts = _continued(ranks, longest, pool)
+            ran = ranks.run(plain(texts, pool, 1).plans)
+        return texts, measure_of(ran, texts, self._config.spec.vocab_size)
+
+    def _one_rank(self, dtype: DType, num_blocks: int) -> Ranks:
+        config = self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
+        return WatchedThreads(config, num_blocks)
+
+    def _one_rank_error(self, texts: Sequence[Text], measure: Measure) -> Distance:
+        pool = Pool(self._config.block_size)
+        case = plain(texts, pool, 0)
+        self._say(f"one rank, {self._config.dtype}")
+        with closing(self._one_rank(self._config.dtype, pool.num_blocks(texts))) as ranks:
+            return distance(ranks.run(case.plans), case.plans, measure, self._shards(Layout()))
+
+    def _shards(self, layout: Layout) -> list[Shard]:
+        return [shards.shard(self._config.spec, layout, mesh.coords(layout, rank)) for rank in range(layout.world)]
+
+    def _cases(self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance) -> list[CaseReport]:
+        """Every case twice on the same ranks; a rank that fails ends the rest of them."""
+        layout = self._config.layout
+        pool = Pool(self._config.block_size, layout.cp * layout.dcp)
+        config = self._config.model_copy(update={"dtype": dtype})
+        reports: list[CaseReport] = []
+        with closing(self._start(config, pool.num_blocks(texts))) as ranks:
+            for number, kind in enumerate(self._kinds):
+                self._say(f"{layout}, {dtype}, {kind}")
+                case = make_case(kind, texts, pool, number + 1)
+                try:
+                    runs = [ranks.run(case.plans) for _ in range(_REPEATED)]
+                except LinkError as error:
+                    return [*reports, _broken(case, tolerance, str(error))]
+                found = distance(runs[0], case.plans, measure, self._shards(layout))
+                reports.append(judge(case, measure, tolerance, runs[0], found, _same_bits(*runs)))
+        return reports
+
+    def _report(
+        self,
+        cases: Sequence[CaseReport],
+        texts: Sequence[Text],
+        measure: Measure,
+        tolerance: Tolerance,
+        one_rank: Distance | None,
+        seconds: float,
+    ) -> Report:
+        asked = [case for case in cases if case.dtype == self._config.dtype]
+        return Report(
+            model=self._config.model_path,
+            layout=str(self._config.layout),
+            dtype=self._config.dtype,
+            ranks="threads" if self._start is WatchedThreads else "processes",
+            verdict="fault" if any(case.verdict == "fault" for case in cases) else "rounding",
+            max_abs_error=max(case.max_abs_error for case in asked),
+            tolerance=tolerance.logits,
+            tolerance_from=tolerance.text,
+            one_rank_error=None if one_rank is None else one_rank.logits,
+            greedy_match=all(case.greedy_match for case in cases),
+            departs=next((case.departs for case in cases if case.departs is not None), None),
+            largest_logit=measure.largest_logit,
+            prompts=tuple(text.prompt_length for text in texts),
+            generated=self._generate,
+            cases=tuple(cases),
+            seconds=seconds,
+        )
+
+
+def _continued(ranks: Ranks, longest: Sequence[Text], pool: Pool) -> list[Text]:
+    """The prompts with the greedy tokens of one rank."""
+    greedy = SamplingParams(temperature=0.0)
+    texts = []
+    for index, text in enumerate(longest):
+        prompt, wanted = list(text.tokens[: text.prompt_length]), len(text.tokens) - text.prompt_length
+        start = SequenceStart(sequence_id=index, tokens=prompt, prompt_length=len(prompt), sampling=greedy)
+        row = Row(
+            sequence_id=index,
+            start=0,
+            count=len(prompt),
+            new_blocks=list(range(pool.blocks_for(len(text.tokens)))),
+            sample=True,
+        )
+        plan, tokens = StepPlan(step=0, started=[start], rows=[row]), list(prompt)
+        while len(tokens) < len(prompt) + wanted:
+            tokens.append(ranks.run([plan]).results[0].sampled[0].token)
+            row = Row(sequence_id=index, start=len(tokens) - 1, count=1, append=tokens[-1:], sample=True)
+            plan = StepPlan(step=len(tokens), rows=[row])
+        texts.append(Text(tuple(tokens), len(prompt)))
+    return texts
+
+
+def _same_bits(first: Ran, second: Ran) -> bool:
+    if [result.sampled for result in first.results] != [result.sampled for result in second.results]:
+        return False
+    for before, after in zip(first.records, second.records, strict=True):
+        for a, b in zip(before, after, strict=True):
+            values = [(a.hidden[layer], b.hidden[layer]) for layer in a.hidden]
+            values += [(x, y) for (_, x), (_, y) in zip(a.logits, b.logits, strict=True)]
+            if not all(torch.equal(x, y) for x, y in values):
+                return False
+    return True
+
+
+def _broken(case: Case, tolerance: Tolerance, reason: str) -> CaseReport:
+    return CaseReport(
+        name=case.name,
+        dtype=tolerance.dtype,
+        verdict="fault",
+        max_abs_error=float("inf"),
+        max_logprob_error=float("inf"),
+        tolerance=tolerance.logits,
+        sampled=0,
+        clear=0,
+        greedy_match=False,
+        repeats=False,
+        faults=(reason,),
+    )
