@@ -101,6 +101,24 @@ def chat(
 
 
 @app.command()
+def verify(
+    model: Model = DEFAULT_MODEL,
+    layout: Annotated[str, typer.Option(help="Parallel layout to check, for example tp=3 or tp=2,pp=2.")] = "",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt.")] = 64,
+    processes: Annotated[bool, typer.Option("--processes", help="Ranks as processes, not as threads of this one.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Does LAYOUT compute what one rank computes? Exit status 0: yes, within rounding; 1: no."""
+    from serve_app.verify_command import VerifyArgs, run_verify
+
+    args = VerifyArgs.model_validate(
+        {"model": model, "layout": layout, "tokens": tokens, "processes": processes, "dtype": dtype}
+    )
+    run_verify(args, as_json=as_json)
+
+
+@app.command()
 def models(as_json: Json = False) -> None:
     """List the built-in models and whether they are installed."""
     rows: list[dict[str, Any]] = [

@@ -55,7 +55,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
     require(layout, spec, cluster)
-    dtype = _dtype(args, spec, device)
+    dtype = compute_dtype(args.dtype, spec, device)
     length = _context(args, spec, layout, dtype)
     return ReplicaSettings(
         model_path=str(files.path),
@@ -78,12 +78,12 @@ def served_name(args: ServeArgs, files: ModelFiles) -> str:
     return args.served_name or files.name
 
 
-def _dtype(args: ServeArgs, spec: ModelSpec, device: str) -> DType:
+def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) -> DType:
     """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, and a quantised file is
     computed in float32: its values are no bfloat16 numbers, and small models lose sense with the bits they lose.
     """
-    if args.dtype != "auto":
-        return args.dtype
+    if asked != "auto":
+        return asked
     if device == "cpu" and spec.quantization is not None:
         return "float32"
     return "bfloat16" if device == "cpu" and spec.dtype == "float16" else spec.dtype

@@ -215,7 +215,7 @@ def _mixed(script: _Script) -> None:
         counts = {}
         for index in waiting:
             prompt = script.prompt_left(index)
-            count = min(script.random.choice((0, 1, 2, 5, 11)), prompt) if prompt > 0 else script.random.choice((0, 1, 1))
+            count = min(script.random.choice((0, 1, 5, 11, 24)), prompt) if prompt > 0 else script.random.choice((0, 1, 1))
             if count:
                 counts[index] = count
         if counts:

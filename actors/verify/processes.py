@@ -1,0 +1,158 @@
+"""Watched ranks as processes of this machine, over the real process groups, without Ray.
+
+A pool of workers is started once and lent to one layout after another: importing torch takes longer than most layouts.
+
+    pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, and it waits for the next START
+         ──PLAN────────────────────→             every rank
+         ←─RESULT──────────────────              the leader
+         ──TAKE──→  ←─RECORDS──────              what the rank recorded, as safetensors
+         ←─FAILED text─────────────              any rank that cannot go on
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Self
+
+from actors.config import RankConfig, Rendezvous
+from actors.engine.link import LinkError
+from actors.messages import StepPlan, StepResult
+from actors.model.groups.rendezvous import serve_store
+from actors.verify.ranks import STEP_S, Ran, Ranks, flow
+from actors.verify.wire import BYE, DONE, FAILED, PLAN, QUIT, READY, RECORDS, RESULT, START, TAKE, Start, unpack_records
+from actors.verify.worker import work
+from placement import mesh
+
+_START_S = 120.0
+_QUIT_S = 10.0
+
+
+class Workers:
+    """`count` processes, each one rank at a time. Use it in a ``with``."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=work, args=(there,), name=f"verify-{number}", daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def start(self, config: RankConfig, num_blocks: int) -> Ranks:
+        """The ranks of `config.layout`, on the first workers. Raises `LinkError` when one cannot start."""
+        world = config.layout.world
+        if world > len(self._pipes):
+            raise ValueError(f"{config.layout} needs {world} ranks, but there are {len(self._pipes)} workers")
+        return _ProcessRanks(self._pipes[:world], config, num_blocks)
+
+    def close(self) -> None:
+        """End the processes, those that do not answer by force. Calling twice is harmless."""
+        for pipe in self._pipes:
+            if not pipe.closed:
+                with suppress(OSError):  # it may have ended already
+                    pipe.send_bytes(QUIT)
+                pipe.close()
+        for process in self._processes:
+            process.join(_QUIT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _ProcessRanks:
+    """`Ranks` on lent workers."""
+
+    def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int) -> None:
+        self._inbox = _Inbox(pipes)
+        self._pipes, self._in_flight, self._leader = pipes, config.layout.pp, mesh.leader(config.layout)
+        token, local = f"verify{secrets.token_hex(6)}", ("127.0.0.1",) * config.layout.world
+        self._store, port = serve_store(token)
+        rendezvous = Rendezvous(token=token, nodes=local, hosts=local, store_port=port)
+        for rank, pipe in enumerate(pipes):
+            start = Start(config=config.model_copy(update={"world_rank": rank}), rendezvous=rendezvous, num_blocks=num_blocks)
+            pipe.send_bytes(START + start.model_dump_json().encode())
+        try:
+            for rank in range(len(pipes)):
+                self._inbox.next(rank, READY, _START_S)
+        except LinkError:
+            self.close()
+            raise
+
+    def run(self, plans: Sequence[StepPlan]) -> Ran:
+        results = flow(plans, self._in_flight, self._send, self._receive)
+        for pipe in self._pipes:
+            pipe.send_bytes(TAKE)
+        records = [unpack_records(self._inbox.next(rank, RECORDS, STEP_S)) for rank in range(len(self._pipes))]
+        return Ran(results, records)
+
+    def close(self) -> None:
+        """Free the workers. A rank that failed has ended by itself and will not mind the goodbye."""
+        with suppress(OSError):
+            for pipe in self._pipes:
+                pipe.send_bytes(BYE)
+        for rank in range(len(self._pipes)):
+            with suppress(LinkError):
+                self._inbox.last(rank, _QUIT_S)
+
+    def _send(self, plan: StepPlan) -> None:
+        data = PLAN + plan.pack()
+        for pipe in self._pipes:
+            pipe.send_bytes(data)
+
+    def _receive(self) -> StepResult:
+        return StepResult.unpack(self._inbox.next(self._leader, RESULT, STEP_S))
+
+
+class _Inbox:
+    """What the ranks have sent, in order for each rank."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._pipes = pipes
+        self._messages: list[deque[bytes]] = [deque() for _ in pipes]
+
+    def next(self, rank: int, kind: bytes, timeout_s: float) -> bytes:
+        """The next message of `rank`, which must be of `kind`. Raises `LinkError` as soon as any rank fails."""
+        deadline = time.monotonic() + timeout_s
+        while not self._messages[rank]:
+            self._read(deadline, f"rank {rank} sent nothing (a message {kind!r} was due) within {timeout_s:g} s")
+            for other, messages in enumerate(self._messages):
+                if messages and messages[-1][:1] == FAILED:
+                    raise LinkError(f"rank {other} failed: {messages[-1][1:].decode('utf-8', 'replace')}")
+        message = self._messages[rank].popleft()
+        if message[:1] != kind:
+            raise LinkError(f"rank {rank} sent {message[:1]!r} where {kind!r} was due")
+        return message[1:]
+
+    def last(self, rank: int, timeout_s: float) -> None:
+        """Read until `rank` says that it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not (self._messages[rank] and self._messages[rank][-1] == DONE):
+            self._read(deadline, f"rank {rank} did not end within {timeout_s:g} s")
+
+    def _read(self, deadline: float, late: str) -> None:
+        ready = wait(self._pipes, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise LinkError(late)
+        for rank, pipe in enumerate(self._pipes):
+            if pipe in ready:
+                try:
+                    self._messages[rank].append(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    raise LinkError(f"rank {rank} failed: its process has ended") from None

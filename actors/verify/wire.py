@@ -1,0 +1,59 @@
+"""What goes through the pipe between a pool and its workers: one byte that says what it is, then msgpack, JSON or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from actors.config import RankConfig, Rendezvous
+from actors.verify.recorder import StepRecord
+
+START, PLAN, TAKE, BYE, QUIT = b"S", b"P", b"T", b"B", b"Q"
+"""To a worker: be a rank, run a plan, hand over the records, stop being a rank, end."""
+READY, RESULT, RECORDS, FAILED, DONE = b"r", b"a", b"t", b"f", b"d"
+"""From a worker: the rank stands, an answer, the records, the rank cannot go on, the rank is no more."""
+
+
+class Start(BaseModel):
+    """Be this rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: RankConfig
+    rendezvous: Rendezvous
+    num_blocks: int
+
+
+def pack_records(records: Sequence[StepRecord]) -> bytes:
+    """Records as bytes: names in msgpack, tensors in safetensors."""
+    tensors: dict[str, Tensor] = {}
+    heads = []
+    for at, record in enumerate(records):
+        tensors |= {f"{at}.hidden.{layer}": values.contiguous() for layer, values in record.hidden.items()}
+        tensors |= {f"{at}.logits.{call}": values.contiguous() for call, (_, values) in enumerate(record.logits)}
+        heads.append([record.step, record.keys, list(record.hidden), [keys for keys, _ in record.logits], record.unknown])
+    packed: bytes = msgpack.packb([heads, safetensors.torch.save(tensors)])
+    return packed
+
+
+def unpack_records(data: bytes) -> list[StepRecord]:
+    """The inverse of `pack_records`."""
+    heads, packed = msgpack.unpackb(data, use_list=False)
+    tensors = safetensors.torch.load(packed)
+    return [_record(at, head, tensors) for at, head in enumerate(heads)]
+
+
+def _record(at: int, head: Sequence[Any], tensors: dict[str, Any]) -> StepRecord:
+    step, keys, layers, calls, unknown = head
+    return StepRecord(
+        step=step,
+        keys=list(keys),
+        hidden={layer: tensors[f"{at}.hidden.{layer}"] for layer in layers},
+        logits=[(list(rows), tensors[f"{at}.logits.{call}"]) for call, rows in enumerate(calls)],
+        unknown=list(unknown),
+    )

@@ -1,0 +1,74 @@
+"""A process of the pool: it becomes a rank whenever it is told to, and is free again when that rank ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from actors.assembly import load_decoder, put_together
+from actors.connect import connect
+from actors.engine.link import LinkClosed, LinkError, LinkTimeout
+from actors.messages import StepPlan, StepResult
+from actors.stepping import close_groups, run_plans
+from actors.verify.recorder import Recorder
+from actors.verify.wire import BYE, DONE, FAILED, PLAN, QUIT, READY, RECORDS, RESULT, START, TAKE, Start, pack_records
+
+
+def work(pipe: Connection) -> None:
+    """Be ranks until told to quit, or until the pool is gone."""
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        while (message := pipe.recv_bytes())[:1] != QUIT:
+            if message[:1] == START:  # anything else was meant for a rank that has failed
+                _be_a_rank(pipe, Start.model_validate_json(message[1:]))
+                pipe.send_bytes(DONE)
+
+
+def _be_a_rank(pipe: Connection, start: Start) -> None:
+    config, link = start.config, _PipeLink(pipe)
+    torch.set_num_threads(config.threads or 1)
+    try:
+        groups = connect(config.layout, config.world_rank, config.device, start.rendezvous)
+    except Exception as error:
+        link.send_failure(f"{type(error).__name__}: {error}")
+        return
+    try:
+        parts = put_together(config, groups, load_decoder(config, groups), start.num_blocks)
+        parts = link.recorder.attach(parts)
+    except Exception as error:
+        link.send_failure(f"{type(error).__name__}: {error}")
+        close_groups(groups)
+        return
+    pipe.send_bytes(READY)
+    with suppress(Exception):  # it has been reported over the pipe
+        run_plans(parts, link)
+
+
+class _PipeLink:
+    """A `PlanLink` over the pipe, which also hands over what was recorded when it is asked to."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.recorder = Recorder()
+
+    def receive_plan(self, timeout_s: float) -> StepPlan:
+        while self._pipe.poll(timeout_s):
+            message = self._pipe.recv_bytes()
+            if message[:1] == PLAN:
+                return StepPlan.unpack(message[1:])
+            if message[:1] == BYE:
+                raise LinkClosed("the pool needs this rank no more")
+            if message[:1] != TAKE:
+                raise LinkError(f"a message of kind {message[:1]!r}, which means nothing to a rank")
+            self._pipe.send_bytes(RECORDS + pack_records(self.recorder.take()))
+        raise LinkTimeout(f"no plan within {timeout_s:g} s")
+
+    def send_result(self, result: StepResult) -> None:
+        self._pipe.send_bytes(RESULT + result.pack())
+
+    def send_failure(self, reason: str) -> None:
+        self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """The pipe is the worker's."""
