@@ -1,0 +1,183 @@
+"""Planted bugs, at least one per axis: each is called a fault, and the first layer it touches is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import actors.assembly
+import actors.model.attention_prefill
+from actors.assembly import Parts
+from actors.model.layers import RowParallel, VocabularyHead, linear
+from actors.model.rope import Rope
+from actors.sampler import Sampler
+from actors.verify.report import Report
+from placement import shards
+from tests.tiny_models import tiny
+from tests.verifying import Tamper, verify
+
+
+def on_rank(rank: int, change: Callable[[Parts], None]) -> Tamper:
+    """Change the parts of one world rank."""
+
+    def tamper(parts: Parts) -> Parts:
+        if parts.config.world_rank == rank:
+            with torch.inference_mode(False), torch.no_grad():
+                change(parts)
+        return parts
+
+    return tamper
+
+
+def weight(parts: Parts, name: str) -> Tensor:
+    return dict(parts.decoder.named_parameters())[name]
+
+
+def assert_fault(report: Report, layer: int | str | None) -> None:
+    assert report.verdict == "fault"
+    assert (report.departs.layer if report.departs else None) == layer
+
+
+def test_without_a_bug_it_is_rounding() -> None:
+    report = verify(tiny("llama2"), "tp=2,pp=2")
+    assert report.verdict == "rounding"
+    assert report.greedy_match
+    assert 0 < report.max_abs_error < 1e-5 < report.tolerance
+    assert [case.name for case in report.cases] == ["prefill", "chunked", "decode", "prefix", "mixed"]
+    assert all(case.sampled and case.repeats and case.departs is None for case in report.cases)
+
+
+def test_a_wrong_slice_of_a_row_parallel_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = shards._inputs
+
+    def shifted(name: str, source: str, rows: int, inputs: int, take: range) -> shards.Parameter:
+        wrong = name == "layers.1.mlp.down.weight" and take.start > 0
+        return right(name, source, rows, inputs, range(take.start - 1, take.stop - 1) if wrong else take)
+
+    monkeypatch.setattr(shards, "_inputs", shifted)
+    assert_fault(verify(tiny("llama2"), "tp=2"), 1)
+
+
+def test_a_row_parallel_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: RowParallel, x: Tensor) -> Tensor:
+        return self._group.all_reduce(linear(x, self.weight, self.bias))
+
+    monkeypatch.setattr(RowParallel, "forward", forward)
+    assert_fault(verify(tiny("llama_biases"), "tp=3"), 0)
+    assert verify(tiny("llama2"), "tp=3").verdict == "rounding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_shard_scaled_by_a_hundredth(dtype: torch.dtype) -> None:
+    tamper = on_rank(1, lambda parts: weight(parts, "layers.2.mlp.gate_up.weight").mul_(1.01))
+    assert_fault(verify(tiny("llama2"), "tp=2", tamper=tamper, dtype=dtype, kinds=["prefill"]), 2)
+
+
+def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unweighted(parts: Any) -> tuple[Tensor, Tensor]:
+        outputs, lses = zip(*parts, strict=True)
+        return torch.stack(outputs).mean(0), torch.stack(lses).logsumexp(0)
+
+    monkeypatch.setattr(actors.model.attention_prefill, "merge", unweighted)
+    report = verify(tiny("llama2"), "tp=2", [19])
+    assert_fault(report, 0)
+    assert {case.name for case in report.cases if case.verdict == "fault"} >= {"chunked", "prefix"}
+
+
+def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = actors.assembly.own_shard
+
+    def swapped(config: Any) -> shards.Shard:
+        own = right(config)
+        return replace(own, layers=range(2 - own.layers.start, 4 - own.layers.start)) if config.layout.pp == 2 else own
+
+    monkeypatch.setattr(actors.assembly, "own_shard", swapped)
+    assert_fault(verify(tiny("llama2"), "pp=2"), 0)
+
+
+def test_positions_that_begin_anew_in_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Rope.at
+    monkeypatch.setattr(Rope, "at", lambda self, positions: right(self, positions - positions[0]))
+    report = verify(tiny("llama3"), "tp=2", [19])
+    assert_fault(report, 0)
+    assert [case.verdict for case in report.cases] == ["rounding", "fault", "fault", "fault", "fault"]
+
+
+def test_query_heads_that_read_the_next_kv_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = shards.heads
+
+    def off_by_one(spec: Any, *rest: Any) -> Any:
+        dealt = right(spec, *rest)
+        if len(dealt) <= spec.num_kv_heads:
+            return dealt
+        return [(q, range((kv.start + 1) % spec.num_kv_heads, (kv.start + 1) % spec.num_kv_heads + 1)) for q, kv in dealt]
+
+    monkeypatch.setattr(shards, "heads", off_by_one)
+    assert_fault(verify(tiny("llama2"), "tp=3"), 0)
+    assert verify(tiny("llama2"), "tp=2").verdict == "rounding"
+
+
+def test_padding_of_the_vocabulary_that_could_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VocabularyHead, "forward", lambda self, hidden: linear(hidden, self.weight).to(torch.float32))
+    report = verify(tiny("llama2"), "tp=2")
+    assert_fault(report, None)
+    assert any("padding" in fault for fault in report.cases[0].faults)
+
+
+def test_an_embedding_row_on_the_wrong_rank() -> None:
+    tamper = on_rank(1, lambda parts: weight(parts, "embed.weight").copy_(weight(parts, "embed.weight").roll(1, 0)))
+    assert_fault(verify(tiny("llama2"), "tp=2", tamper=tamper), "embedding")
+
+
+def test_a_head_that_is_not_the_models() -> None:
+    tamper = on_rank(1, lambda parts: weight(parts, "head.weight").copy_(weight(parts, "head.weight").roll(1, 0)))
+    assert_fault(verify(tiny("llama2"), "tp=2", tamper=tamper), "head")
+
+
+def test_a_sampler_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Sampler.sample
+
+    def next_id(self: Sampler, logits: Tensor, rows: Any) -> Any:
+        wrong = self._shard._tp.size > 1
+        return [replace(choice, token=choice.token + wrong) for choice in right(self, logits, rows)]
+
+    monkeypatch.setattr(Sampler, "sample", next_id)
+    report = verify(tiny("llama2"), "tp=2")
+    assert_fault(report, None)
+    assert report.max_abs_error < report.tolerance
+    assert not report.greedy_match
+    assert report.cases[0].disagreements[0].token == report.cases[0].disagreements[0].expected + 1
+
+
+def test_noise_below_the_tolerance_is_a_fault_too() -> None:
+    def noisy(parts: Parts) -> None:
+        parts.decoder.layers["3"].register_forward_hook(lambda module, inputs, out: out + 1e-7 * torch.rand_like(out))
+
+    report = verify(tiny("llama2"), "tp=2", tamper=on_rank(0, noisy))
+    assert report.max_abs_error < report.tolerance
+    assert not report.cases[0].repeats
+    assert_fault(report, None)
+
+
+def test_a_value_that_is_not_a_number_on_one_rank() -> None:
+    def broken(parts: Parts) -> None:
+        parts.decoder.layers["2"].register_forward_hook(
+            lambda module, inputs, out: out.index_fill(0, torch.tensor([0]), torch.nan)
+        )
+
+    assert_fault(verify(tiny("llama2"), "tp=2", tamper=on_rank(1, broken)), 2)
+
+
+def test_a_rank_that_cannot_go_on_is_a_fault_with_its_reason() -> None:
+    def breaks(module: torch.nn.Module, inputs: Any) -> None:
+        raise ValueError("out of luck")
+
+    tamper = on_rank(1, lambda parts: parts.decoder.layers["1"].register_forward_pre_hook(breaks) and None)
+    report = verify(tiny("llama2"), "tp=2", tamper=tamper)
+    assert_fault(report, None)
+    assert "out of luck" in report.cases[0].faults[0]

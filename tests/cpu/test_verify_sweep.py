@@ -1,0 +1,49 @@
+"""Three hundred random (tiny model, layout, prompts, cases), ranks as threads: every one is rounding.
+
+A failure prints what draws it again.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+import torch
+
+from actors.verify.cases import KINDS
+from tests.layout_draws import draw_layout
+from tests.tiny_models import FAMILIES, TinyModel, tiny
+from tests.verifying import verify
+
+DRAWS = 304
+SHAPES = (
+    {},
+    {"num_key_value_heads": 1},
+    {"num_key_value_heads": 6},
+    {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5},
+)
+"""6 query heads on 2 KV heads, one KV head for all, one for each, and an odd number of heads."""
+
+
+def small(family: str, shape: int) -> TinyModel:
+    """Two layers of a family, or three (for uneven stages); as many as it lists where it lists what each of them is."""
+    layers = {} if "layer_types" in FAMILIES[family] else {"num_hidden_layers": 2 + shape % 2}
+    return tiny(family, tied=shape == 1, **layers, **SHAPES[shape])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_layouts_of(family: str) -> None:
+    draw = random.Random(zlib.crc32(family.encode()))
+    wrong = []
+    for number in range(-(-DRAWS // len(FAMILIES))):
+        model = small(family, draw.randrange(len(SHAPES)) if number % 4 == 0 else 0)
+        layout = draw_layout(draw, model.spec)
+        lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 3))]
+        kinds = draw.sample(KINDS, 2)
+        dtype = torch.bfloat16 if draw.random() < 0.06 else torch.float32
+        how = {"generate": draw.randint(0, 3), "block_size": draw.choice((4, 8)), "seed": number, "kinds": kinds}
+        report = verify(model, str(layout), lengths, dtype=dtype, **how)
+        if report.verdict != "rounding":
+            wrong.append((str(layout), lengths, dtype, how, model.spec, report.cases))
+    assert wrong == []

@@ -1,0 +1,36 @@
+"""Random layouts, drawn from whatever the rules accept: a field that becomes legal is drawn without a change here."""
+
+from __future__ import annotations
+
+import random
+
+from placement import rules
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+
+
+def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> Layout:
+    """A legal layout of 2 to `most_ranks` ranks (one replica)."""
+    while True:
+        layout = Layout(**_fields(draw, spec))
+        if 2 <= layout.world <= most_ranks and not rules.broken(layout, spec, None):
+            return layout
+
+
+def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
+    tp, pp, cp = draw.choice((1, 2, 2, 3, 4, 5, 6)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3, 4))
+    fields: dict[str, object] = {"tp": tp, "pp": pp, "cp": cp, "dcp": draw.choice((1, 1, 2, 3)), "sp": draw.random() < 0.3}
+    if cp > 1:
+        fields["cp_style"] = draw.choice(("ring", "allgather"))
+    if draw.random() < 0.25:
+        fields["tp_shares"] = tuple(draw.choice((1.0, 1.5, 2.0)) for _ in range(tp))
+    if pp > 1 and draw.random() < 0.5:
+        fields["stage_layers"] = _split(draw, spec.num_layers, pp)
+    return fields
+
+
+def _split(draw: random.Random, layers: int, stages: int) -> tuple[int, ...]:
+    if layers < stages:
+        return (1,) * stages
+    cuts = sorted(draw.sample(range(1, layers), stages - 1))
+    return tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, layers), strict=True))
