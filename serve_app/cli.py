@@ -104,7 +104,7 @@ def chat(
 def verify(
     model: Model = DEFAULT_MODEL,
     layout: Annotated[str, typer.Option(help="Parallel layout to check, for example tp=3 or tp=2,pp=2.")] = "",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt.")] = 64,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of the longest of four prompts; default 64.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="Ranks as processes, not as threads of this one.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     as_json: Json = False,

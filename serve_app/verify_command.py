@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from placement import checkpoint_header, memory
+from placement import checkpoint_header, memory, sequence_parallel
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from actors.config import RankConfig
     from actors.verify.report import CaseReport, Departure, Report
 
+_TOKENS = 64
 _GENERATE = 6
 """Tokens that follow each prompt."""
 _TEXT = (
@@ -36,7 +37,8 @@ class VerifyArgs(BaseModel):
 
     model: str = DEFAULT_MODEL
     layout: str = ""
-    tokens: Annotated[int, Field(ge=2)] = 64
+    tokens: Annotated[int, Field(ge=2)] | None = None
+    """Of the longest prompt; None: 64, or as many as it takes for sequence parallel steps."""
     processes: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
@@ -45,7 +47,7 @@ def run_verify(args: VerifyArgs, *, as_json: bool) -> None:
     """Verify and print. Exits with 1 on a fault. Raises `ModelError` or `LayoutError` for what cannot be asked."""
     files = resolve(args.model)
     config = _config(args, files)
-    prompts = make_prompts(files, config.spec, args.tokens)
+    prompts = make_prompts(files, config.spec, _longest(args, config.layout))
     report = _verified(args, config, prompts).model_copy(update={"model": files.name})
     if as_json:
         print(report.model_dump_json())
@@ -60,9 +62,10 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
     require(layout, spec)
-    if args.tokens + _GENERATE > spec.max_position:
+    tokens = _longest(args, layout)
+    if tokens + _GENERATE > spec.max_position:
         raise LayoutError(
-            f"tokens {args.tokens} and {_GENERATE} more are longer than the {spec.max_position} positions of the model"
+            f"tokens {tokens} and {_GENERATE} more are longer than the {spec.max_position} positions of the model"
         )
     return RankConfig(
         world_rank=0,
@@ -74,6 +77,11 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
         block_size=memory.BLOCK_TOKENS,
         threads=1,
     )
+
+
+def _longest(args: VerifyArgs, layout: Layout) -> int:
+    """Tokens of the longest prompt. All prompts together have about twice as many, which run in one step."""
+    return args.tokens or max(_TOKENS, (sequence_parallel.scatter_from(layout) or 0) // 2)
 
 
 def make_prompts(files: ModelFiles, spec: ModelSpec, longest: int) -> list[list[int]]:
@@ -127,6 +135,8 @@ def _show(report: Report) -> None:
     console.print("A greedy choice is clear when its top-2 margin exceeds ten times the error.")
     for line in dict.fromkeys(line for case in report.cases for line in _complaints(case)):
         console.print(f"  {line}")
+    for note in report.notes:
+        console.print(f"Not exercised: {note}.")
     console.print(f"\n[bold]{report.verdict}[/]{_where(report.departs)} ({report.seconds:.1f} s)")
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from actors.assembly import Parts, StepRunner
 from actors.messages import Row, SamplingParams, StepPlan, StepResult
+from actors.model.batch import Batch
+from actors.model.regions import Regions, Scattered
 from actors.runner import SCORED_ROWS
 from actors.verify.cases import Key
 
@@ -67,10 +69,15 @@ class Recorder:
         self._heads = self._head_calls(plan.rows)
         self.steps.append(StepRecord(plan.step))
 
-    def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        batch = inputs[0]
+    def _before(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:
+        batch: Batch = inputs[0]
         rows = [row.sequence_id for row, count in zip(self._rows, batch.query_lens, strict=True) for _ in range(count)]
-        self.steps[-1].keys = list(zip(rows, batch.positions.tolist(), strict=True))
+        keys = list(zip(rows, batch.positions.tolist(), strict=True))
+        regions: Regions = decoder.regions  # type: ignore[assignment]
+        if isinstance(regions.of(batch.query_lens), Scattered):
+            own = regions.own(len(keys))
+            keys = keys[own.start : own.stop]
+        self.steps[-1].keys = keys
 
     def _layer(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self.steps[-1].hidden[layer] = output.to(torch.float32, copy=True)

@@ -82,4 +82,6 @@ class Report(_Value):
     generated: int
     """Tokens that follow each prompt."""
     cases: tuple[CaseReport, ...]
+    notes: tuple[str, ...] = ()
+    """What these prompts did not exercise."""
     seconds: float

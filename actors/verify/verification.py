@@ -12,7 +12,7 @@ A verification in bfloat16 includes the one in float32: bfloat16 rounds so coars
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import torch
@@ -25,7 +25,7 @@ from actors.verify.judge import Tolerance, bfloat16_tolerance, float32_tolerance
 from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
-from placement import mesh, shards
+from placement import mesh, sequence_parallel, shards
 from placement.layout import Layout
 from placement.model_spec import DType
 from placement.shards import Shard
@@ -131,6 +131,7 @@ class Verification:
             prompts=tuple(text.prompt_length for text in texts),
             generated=self._generate,
             cases=tuple(cases),
+            notes=tuple(_not_exercised(self._config.layout, texts)),
             seconds=seconds,
         )
 
@@ -156,6 +157,16 @@ def _continued(ranks: Ranks, longest: Sequence[Text], pool: Pool) -> list[Text]:
             plan = StepPlan(step=len(tokens), rows=[row])
         texts.append(Text(tuple(tokens), len(prompt)))
     return texts
+
+
+def _not_exercised(layout: Layout, texts: Sequence[Text]) -> Iterator[str]:
+    least = sequence_parallel.scatter_from(layout)
+    together = sum(text.prompt_length for text in texts if text.prompt_length > 1)
+    if least is not None and together < least:
+        yield (
+            f"sp scatters steps of at least {least} prompt tokens, and these prompts have {together} together: no step was "
+            "scattered; give longer ones"
+        )
 
 
 def _same_bits(first: Ran, second: Ran) -> bool:

@@ -14,10 +14,11 @@ import actors.assembly
 import actors.model.attention_prefill
 from actors.assembly import Parts
 from actors.model.layers import RowParallel, VocabularyHead, linear
+from actors.model.regions import Region, Scattered
 from actors.model.rope import Rope
 from actors.sampler import Sampler
 from actors.verify.report import Report
-from placement import shards
+from placement import sequence_parallel, shards
 from tests.tiny_models import tiny
 from tests.verifying import Tamper, verify
 
@@ -64,8 +65,8 @@ def test_a_wrong_slice_of_a_row_parallel_weight(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_row_parallel_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: RowParallel, x: Tensor) -> Tensor:
-        return self._group.all_reduce(linear(x, self.weight, self.bias))
+    def forward(self: RowParallel, x: Tensor, region: Region) -> Tensor:
+        return region.sum(linear(x, self.weight, self.bias))
 
     monkeypatch.setattr(RowParallel, "forward", forward)
     assert_fault(verify(tiny("llama_biases"), "tp=3"), 0)
@@ -87,6 +88,22 @@ def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.Mon
     report = verify(tiny("llama2"), "tp=2", [19])
     assert_fault(report, 0)
     assert {case.name for case in report.cases if case.verdict == "fault"} >= {"chunked", "prefix"}
+
+
+def test_a_scattered_region_that_loses_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Scattered.gather
+    monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
+    monkeypatch.setattr(Scattered, "gather", lambda self, hidden: right(self, hidden).index_fill(0, torch.tensor([-1]), 0))
+    report = verify(tiny("llama2"), "tp=2,sp=true")
+    assert_fault(report, 0)
+
+
+def test_a_scattered_region_that_hands_on_too_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Scattered.sum
+    monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
+    monkeypatch.setattr(Scattered, "sum", lambda self, partial: right(self, partial)[:-1])
+    report = verify(tiny("llama2"), "tp=2,sp=true")
+    assert report.verdict == "fault"
 
 
 def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:

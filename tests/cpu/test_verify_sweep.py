@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from actors.verify.cases import KINDS
+from placement import sequence_parallel
 from tests.layout_draws import draw_layout
 from tests.tiny_models import FAMILIES, TinyModel, tiny
 from tests.verifying import verify
@@ -30,6 +31,11 @@ def small(family: str, shape: int) -> TinyModel:
     """Two layers of a family, or three (for uneven stages); as many as it lists where it lists what each of them is."""
     layers = {} if "layer_types" in FAMILIES[family] else {"num_hidden_layers": 2 + shape % 2}
     return tiny(family, tied=shape == 1, **layers, **SHAPES[shape])
+
+
+@pytest.fixture(autouse=True)
+def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
