@@ -64,12 +64,18 @@ def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int) -> Case
     return Case(kind, script.end())
 
 
-def plain(texts: Sequence[Text], pool: Pool, number: int) -> Case:
-    """Every sequence whole, continuation included, one after the other and every position scored: the measure."""
-    whole = [Text(text.tokens, len(text.tokens)) for text in texts]
-    script = _Script(whole, pool, number, score=True)
-    for index, text in enumerate(whole):
-        script.step({index: len(text.tokens)})
+def plain(texts: Sequence[Text], pool: Pool, number: int, in_one_go: bool = True) -> Case:
+    """The measure: sequence after sequence, every position scored, each with its continuation in one go.
+
+    Where rope depends on the length of the prompt, the continuation must not count as prompt, and is run token by token.
+    """
+    if in_one_go:
+        texts = [Text(text.tokens, len(text.tokens)) for text in texts]
+    script = _Script(texts, pool, number, score=True)
+    for index, text in enumerate(texts):
+        script.step({index: text.prompt_length})
+        for _ in range(script.left(index)):
+            script.step({index: 1})
     return Case("plain", script.end())
 
 

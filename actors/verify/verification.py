@@ -70,8 +70,12 @@ class Verification:
         self._say("one rank, float32")
         with closing(self._one_rank("float32", pool.num_blocks(longest))) as ranks:
             texts = _continued(ranks, longest, pool)
-            ran = ranks.run(plain(texts, pool, 1).plans)
+            ran = ranks.run(self._plain(texts, pool, 1).plans)
         return texts, measure_of(ran, texts, self._config.spec.vocab_size)
+
+    def _plain(self, texts: Sequence[Text], pool: Pool, number: int) -> Case:
+        ropes = (self._config.spec.rope_of(layer) for layer in range(self._config.spec.num_layers))
+        return plain(texts, pool, number, in_one_go=not any(rope and rope.depends_on_length for rope in ropes))
 
     def _one_rank(self, dtype: DType, num_blocks: int) -> Ranks:
         config = self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
@@ -79,7 +83,7 @@ class Verification:
 
     def _one_rank_error(self, texts: Sequence[Text], measure: Measure) -> Distance:
         pool = Pool(self._config.block_size)
-        case = plain(texts, pool, 0)
+        case = self._plain(texts, pool, 0)
         self._say(f"one rank, {self._config.dtype}")
         with closing(self._one_rank(self._config.dtype, pool.num_blocks(texts))) as ranks:
             return distance(ranks.run(case.plans), case.plans, measure, self._shards(Layout()))
