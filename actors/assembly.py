@@ -23,6 +23,7 @@ from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
 from placement import mesh, sequence_parallel, shards
@@ -78,5 +79,6 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCache(own.layers, len(own.kv_heads), num_blocks, config.block_size, spec.head_dim, dtype, device)
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
-    runner = Runner(decoder, cache, groups["pp"], sampler, spec.hidden_size)
+    pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
+    runner = Runner(decoder, cache, pipeline, sampler)
     return Parts(config, own, groups, decoder, cache, sampler, runner)

@@ -123,6 +123,8 @@ class Row(Message):
     count: int
     append: list[int] = Field(default_factory=list)
     """Tokens to add to the sequence first: those sampled since the ranks last heard of it."""
+    append_sampled: bool = False
+    """Add the token the ranks sampled last for the sequence: the plan was made before the engine knew it."""
     new_blocks: list[int] = Field(default_factory=list)
     """Blocks to add to the end of the sequence's block table.
 
@@ -136,6 +138,8 @@ class StepPlan(Message):
     """What every rank does next. Applied in this order: `ended`, `started`, `rows`."""
 
     step: int
+    settled: int = -1
+    """The newest step whose result has reached the engine; tokens of steps up to it wait at every stage to be taken."""
     ended: list[int] = Field(default_factory=list)
     """Sequences to forget (finished, cancelled or preempted)."""
     started: list[SequenceStart] = Field(default_factory=list)

@@ -1,13 +1,15 @@
 """One rank's step: a plan in, this rank's share of the forward pass, and on the sampling rank a result out.
 
 plan ──→ sequences (token history, block tables) ──→ Batch ──→ stage ──→ hidden to the next stage
-                                                                  └────→ logits → sampler → StepResult
+              ↑                                                   └────→ logits → sampler → StepResult
+              └────────── tokens (`pipeline.py`) ───────────────────────────────────┘
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor
 from actors.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
 from actors.model.batch import Batch
 from actors.model.decoder import Decoder
-from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
 
 SCORED_ROWS = 256
@@ -34,39 +36,66 @@ class _Sequence:
     prompt_length: int
     sampling: SamplingParams
     blocks: list[int] = field(default_factory=list)
+    sampled: int | None = None
+    """The token sampled last, once this rank knows it and until a plan adds it."""
+    sampled_at: int = -1
+    """The newest step that samples for it."""
 
 
 class Runner:
     """Runs plans on one rank: one stage of one tensor-parallel slice, with its KV pages.
 
-    `stages` joins the ranks that hold the same slice of successive pipeline stages. Only the last stage samples;
-    all its tp ranks do, and find the same tokens.
+    Only the last stage samples; all its tp ranks do, and find the same tokens.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, stages: Group, sampler: Sampler, hidden_size: int) -> None:
-        self._decoder, self._cache, self._stages, self._sampler = decoder, cache, stages, sampler
-        self._hidden_size = hidden_size
+    def __init__(self, decoder: Decoder, cache: KVCache, pipeline: Pipeline, sampler: Sampler) -> None:
+        self.busy_s = 0.0
+        """Seconds spent on steps so far, without those spent waiting for other stages."""
+        self._decoder, self._cache, self._pipeline, self._sampler = decoder, cache, pipeline, sampler
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
         """Apply a plan and run it. Returns the result on the last stage, None on the others. Raises `PlanError`."""
-        began = time.perf_counter()
+        began, waited_s = time.perf_counter(), self._pipeline.waited_s
         self._apply(plan)
+        result = self._run(plan)
+        seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
+        self.busy_s += seconds
+        return None if result is None else result.model_copy(update={"seconds": seconds})
+
+    def catch_up(self) -> None:
+        """Take every token the last stage has told; else that waits for a plan that needs one."""
+        self._note(self._pipeline.hear(sys.maxsize))
+
+    def _run(self, plan: StepPlan) -> StepResult | None:
+        wanted = [row.sequence_id for row in plan.rows if row.sample]
+        for sequence_id in wanted:
+            self._sequences[sequence_id].sampled_at = plan.step
+        self._pipeline.expect(plan.step, wanted)
         hidden = self._forward(self._batch(plan.rows))
         if hidden is None:
             return None
-        sampled, scored = self._sample(plan.rows, hidden), self._score(plan.rows, hidden)
-        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=scored, seconds=time.perf_counter() - began)
+        sampled = self._sample(plan.rows, hidden)
+        self._note(zip(wanted, self._pipeline.tell([item.token for item in sampled], len(wanted)), strict=True))
+        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=self._score(plan.rows, hidden))
+
+    def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
+        for sequence_id, token in tokens:
+            if sequence_id in self._sequences:  # else it has ended meanwhile
+                self._sequences[sequence_id].sampled = token
 
     def _apply(self, plan: StepPlan) -> None:
+        wanted = [self._known(row).sampled_at for row in plan.rows if row.append_sampled]
+        self._note(self._pipeline.hear(max([plan.settled, *wanted])))
         for sequence_id in plan.ended:
             self._sequences.pop(sequence_id, None)
         for start in plan.started:
             self._sequences[start.sequence_id] = _begin(start)
         for row in plan.rows:
             sequence = self._known(row)
-            sequence.tokens.extend(row.append)
+            sequence.tokens.extend(self._sampled(row, sequence) if row.append_sampled else row.append)
+            sequence.sampled = None
             sequence.blocks.extend(row.new_blocks)
             self._check(row, sequence)
 
@@ -74,6 +103,11 @@ class Runner:
         if row.sequence_id not in self._sequences:
             raise PlanError(f"plan names sequence {row.sequence_id}, which this rank was never told of")
         return self._sequences[row.sequence_id]
+
+    def _sampled(self, row: Row, sequence: _Sequence) -> list[int]:
+        if sequence.sampled is None:
+            raise PlanError(f"plan adds the token sampled last for sequence {row.sequence_id}, but none was")
+        return [sequence.sampled]
 
     def _check(self, row: Row, sequence: _Sequence) -> None:
         end, room = row.start + row.count, len(sequence.blocks) * self._cache.block_size
@@ -103,21 +137,12 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states `[tokens, hidden]` of the last stage; None on the others, which send theirs on."""
-        stage, stages = self._stages.rank, self._stages
-        shape = (len(self._decoder.regions.own(batch.num_tokens)), self._hidden_size)
-        before = self._arrived(shape) if stage > 0 else None
+        before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
         hidden: Tensor = self._decoder(batch, before, self._cache)
-        if stage == stages.size - 1:
+        if self._pipeline.is_last:
             return hidden
-        if len(hidden):
-            stages.send(hidden, stage + 1)
+        self._pipeline.send(hidden)
         return None
-
-    def _arrived(self, shape: tuple[int, int]) -> Tensor:
-        """This rank's share of what the stage before computed; a share of no tokens is not sent."""
-        if shape[0] == 0:
-            return torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
-        return self._stages.recv(shape, self._cache.dtype, self._stages.rank - 1)
 
     def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
         wanted = [(row, last) for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]

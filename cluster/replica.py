@@ -180,6 +180,8 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,
+        stages=settings.layout.pp,
+        plans_in_flight=settings.plans_in_flight,
         max_waiting_requests=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
         vocab_size=settings.spec.vocab_size,

@@ -34,6 +34,8 @@ class ReplicaSettings(BaseModel):
     max_batch_tokens: Positive = 2048
     max_sequences: Positive = 64
     max_waiting: Positive = 1024
+    plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
+    """See `EngineConfig`."""
     threads_per_rank: Positive | None = None
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0

@@ -5,6 +5,7 @@ runs. One small function per region of the forward pass says what that region do
 
     first stage                    every layer                                  last stage
     [embed] all_reduce tp    [attention] all_reduce tp  [mlp] all_reduce tp     [sampling] all_gather tp
+                                                                                [token feedback] send pp to every stage
                                                    │ send pp / recv pp
                                                    └─[stage boundary]→ next stage: all_gather tp
 
@@ -175,6 +176,16 @@ def choosing(seat: Seat) -> Iterator[Entry]:
         yield from sampling(rows, seat.spec.vocab_size, max(widths), seat.layout.tp)
 
 
+def telling(seat: Seat) -> Iterator[Entry]:
+    """The last stage tells each other stage the step's tokens, 8 bytes each, so that their next step need not wait for the
+    engine. They are taken when a later step needs them, and counted here."""
+    rows, stages = sum(row.choosing is not None for row in seat.step.rows), seat.layout.pp
+    if rows and seat.own.last_stage:
+        yield send("token feedback", "pp", stages, 8 * rows, stages - 1)
+    elif rows:
+        yield recv("token feedback", "pp", stages, 8 * rows)
+
+
 Region = Callable[[Seat], Iterator[Entry]]
 REGIONS: tuple[Region, ...] = (
     arriving,
@@ -187,6 +198,7 @@ REGIONS: tuple[Region, ...] = (
     head_input,
     leaving,
     choosing,
+    telling,
 )
 """In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
 

@@ -42,6 +42,8 @@ class ServeArgs(BaseModel):
     max_batch_tokens: Count = 2048
     max_sequences: Count = 64
     max_waiting: Count = 1024
+    plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Plans given to the ranks ahead of the oldest result; by default one more than there are pipeline stages."""
     threads_per_rank: Count | None = None
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """A step that takes longer ends its ranks, which are made anew."""
@@ -68,6 +70,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         max_batch_tokens=args.max_batch_tokens,
         max_sequences=args.max_sequences,
         max_waiting=args.max_waiting,
+        plans_in_flight=args.plans_in_flight,
         threads_per_rank=args.threads_per_rank,
         step_timeout_s=args.step_timeout_s,
     )

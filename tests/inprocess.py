@@ -66,7 +66,7 @@ def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch
         lambda rank: ZmqRankLink(link.address, rank, _TOKEN),
     )
     link.wait_ready(_WAIT_S)
-    engine = Engine(config, link)
+    engine = Engine(config.model_copy(update={"stages": parsed.pp}), link)
     engine.start()
     try:
         yield InProcess(engine)

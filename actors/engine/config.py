@@ -33,6 +33,15 @@ class EngineConfig(BaseModel):
     """Sequences running at once."""
     max_chunk_tokens: Positive = 1024
     """Prompt tokens of one sequence in one step at most."""
+    stages: Positive = 1
+    """Pipeline stages of the ranks."""
+    plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Plans given to the ranks before the oldest one's result is back; None: one more than there are stages, so that the
+    next plan is there when a stage wants it."""
+    micro_batch_rows: Positive = 4
+    """Decodes are split over the stages into micro-batches of at least so many (`micro_batches.py`)."""
+    micro_batch_tokens: Positive = 128
+    """Prompt tokens that a step of several stages takes where there are that many."""
     prefix_cache: bool = True
     max_waiting_requests: Positive = 512
     max_waiting_tokens: Positive = 1 << 20
@@ -43,6 +52,11 @@ class EngineConfig(BaseModel):
     """A step that takes longer means that the ranks are lost."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
+
+    @property
+    def depth(self) -> int:
+        """Plans in flight at most."""
+        return self.plans_in_flight or self.stages + 1
 
     @property
     def capacity(self) -> int:

@@ -21,6 +21,8 @@ class Draft:
     sequences: list[Sequence] = field(default_factory=list)
     """The sequence of each row."""
     has_preempted: bool = False
+    prompt_budget: int = 0
+    """What of the budget chunks of prompts may take."""
 
     def start(self, sequence: Sequence, sequence_id: int) -> None:
         """Tell the ranks of a sequence, whole, under a new name."""
@@ -41,21 +43,30 @@ class Draft:
     def run(self, sequence: Sequence, count: int) -> None:
         """Run the next `count` tokens; the last of them is followed by a sample, unless only the prompt is scored."""
         assert 0 < count <= min(self.budget, sequence.todo), f"{count} tokens, budget {self.budget}, todo {sequence.todo}"
+        samples = count == sequence.todo and sequence.request.max_tokens > 0
         self.rows.append(
             Row(
                 sequence_id=sequence.sequence_id,
                 start=sequence.num_planned,
                 count=count,
                 append=sequence.tokens[sequence.num_told :],
+                append_sampled=sequence.num_told < sequence.length > len(sequence.tokens),
                 new_blocks=[block // self.owners for block in sequence.blocks[sequence.num_blocks_told :]],
-                sample=count == sequence.todo and sequence.request.max_tokens > 0,
+                sample=samples,
             )
         )
         self.sequences.append(sequence)
         self.budget -= count
         sequence.num_planned += count
-        sequence.num_told = len(sequence.tokens)
+        sequence.num_told = sequence.length
         sequence.num_blocks_told = len(sequence.blocks)
+        sequence.num_awaited += samples
+        sequence.last_step = self.step
 
-    def plan(self, ended: list[int]) -> StepPlan:
-        return StepPlan(step=self.step, ended=ended, started=self.started, rows=self.rows)
+    def run_prompt(self, sequence: Sequence, count: int) -> None:
+        """`run` a chunk of a prompt."""
+        self.run(sequence, count)
+        self.prompt_budget -= count
+
+    def plan(self, ended: list[int], settled: int) -> StepPlan:
+        return StepPlan(step=self.step, settled=settled, ended=ended, started=self.started, rows=self.rows)

@@ -2,8 +2,8 @@
 
     submit, cancel (any thread) ──→ inbox ──┐
                                             ↓ between steps
-                            ┌──→ intake → reap → schedule ─→ link ─→ ranks
-                            └──── deliver ← update ←──────── link ←───┘
+                            ┌──→ intake → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
+                            └──── deliver ← update ←──────── link ←───┘        one result
 
 A loop ends once and for all: by `stop` (closed, or the ranks are gone) or by its own failure. New ranks get a new loop, since
 their KV cache is empty.
@@ -54,6 +54,8 @@ class StepLoop:
         self._inbox: list[Sequence] = []
         self._inbox_tokens = 0
         self._cancelled: list[str] = []
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        """Plans whose results are not back, oldest first, and when each was sent."""
         self._order = itertools.count()
         self._busy_since: float | None = None
         self._last_step_at: float | None = None
@@ -137,6 +139,7 @@ class StepLoop:
                 steps=counts.steps,
                 tokens_run=counts.tokens_run,
                 tokens_sampled=counts.tokens_sampled,
+                tokens_discarded=counts.tokens_discarded,
                 cache_hit_tokens=counts.cache_hit_tokens,
                 preemptions=counts.preemptions,
                 aborts=counts.aborts,
@@ -151,9 +154,9 @@ class StepLoop:
         try:
             while self._intake():
                 self._deliver(self._scheduler.reap(self._clock()))
-                plan = self._scheduler.schedule(self._clock())
-                if plan is not None:
-                    self._step(plan)
+                self._send_plans()
+                if self._in_flight:
+                    self._take_result()
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
         except LinkError as error:
@@ -168,7 +171,7 @@ class StepLoop:
     def _intake(self) -> bool:
         """Take what came in, waiting while there is nothing to do. False once the loop is to end."""
         with self._changed:
-            while not (self._inbox or self._cancelled or self._scheduler.num_live or self.ended):
+            while not (self._inbox or self._cancelled or self._scheduler.num_live or self._in_flight or self.ended):
                 self._busy_since = None
                 self._changed.wait()
             self._busy_since = self._clock()
@@ -182,12 +185,19 @@ class StepLoop:
         self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
         return True
 
-    def _step(self, plan: StepPlan) -> None:
-        sent_at = self._clock()
-        self._link.send(plan)
-        result = self._receive(plan, sent_at)
+    def _send_plans(self) -> None:
+        while len(self._in_flight) < self.config.depth:
+            plan = self._scheduler.schedule(self._clock())
+            if plan is None:
+                return
+            self._in_flight.append((plan, self._clock()))
+            self._link.send(plan)
+
+    def _take_result(self) -> None:
+        result = self._receive()
         if result is None:
             return
+        _, sent_at = self._in_flight.popleft()
         events = self._scheduler.update(result, self._clock())
         with self._changed:
             self._last_step_at = self._clock()
@@ -195,10 +205,15 @@ class StepLoop:
             self._recent.append(self._last_step_at - sent_at)
         self._deliver(events)
 
-    def _receive(self, plan: StepPlan, sent_at: float) -> StepResult | None:
-        """The result of `plan`; None where the loop was stopped meanwhile."""
+    def _receive(self) -> StepResult | None:
+        """The result of the oldest plan in flight; None where the loop was stopped meanwhile.
+
+        A plan's time runs from the result before it, if that came after the plan was sent: until then it had to wait.
+        """
+        plan, sent_at = self._in_flight[0]
+        began = max(sent_at, self._last_step_at or sent_at)
         while self.ended is None:
-            remaining_s = sent_at + self.config.step_timeout_s - self._clock()
+            remaining_s = began + self.config.step_timeout_s - self._clock()
             if remaining_s <= 0:
                 raise StepTimeout(f"step {plan.step} ({len(plan.rows)} rows) took over {self.config.step_timeout_s:g} s")
             try:

@@ -6,9 +6,12 @@
 
 `schedule` decides a step and `update` applies its result; nothing here waits, sends or looks at a clock.
 
-A step is filled in this order, within `max_batch_tokens`: one token of every decoding sequence, then chunks of prompts that
-have begun, then new admissions. A sequence gets all blocks for the tokens it has on admission, so prompts never
-compete half way; only a decode can find no block and preempt.
+A step is filled in this order, within `max_batch_tokens`: one token of every decoding sequence (or, over several stages, of
+those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new admissions. A sequence gets all
+blocks for the tokens it has on admission, so prompts never compete half way; only a decode can find no block and preempt.
+
+A decode may be planned before its token is known: the ranks keep what they sample. A token computed past a stop is
+discarded when it comes back.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import heapq
 from bisect import insort
 from dataclasses import dataclass
 
+from actors.engine import micro_batches
 from actors.engine.blocks import BlockPool
 from actors.engine.config import EngineConfig
 from actors.engine.draft import Draft
@@ -37,6 +41,8 @@ class Counts:
     steps: int = 0
     tokens_run: int = 0
     tokens_sampled: int = 0
+    tokens_discarded: int = 0
+    """Sampled for a sequence that had ended, or left the ranks, meanwhile."""
     cache_hit_tokens: int = 0
     preemptions: int = 0
     aborts: int = 0
@@ -100,21 +106,29 @@ class Scheduler:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
         draft = Draft(self.counts.steps, self.config.max_batch_tokens, self.config.kv_owners)
         self._plan_decodes(draft)
+        draft.prompt_budget = self._prompt_budget(draft.budget)
         self._plan_chunks(draft)
         if not draft.has_preempted:
             self._admit(draft, now)
         return self._commit(draft) if draft.rows else None
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for sequence in [s for s in self.running if s.todo == 1]:
+        decoding = [s for s in self.running if s.todo == 1 and not s.is_sampled_out(self.config.capacity)]
+        for sequence in micro_batches.next_decodes(decoding, draft.step, self.config.stages, self.config.micro_batch_rows):
             # An earlier one of this loop may have preempted it. Never the reverse: the loop goes by urgency.
             if sequence.state is State.RUNNING and self._grow(sequence, draft):
                 draft.run(sequence, 1)
 
     def _plan_chunks(self, draft: Draft) -> None:
         for sequence in self.running:
-            if sequence.todo > 1 and draft.budget > 0:
-                draft.run(sequence, self._chunk(sequence, draft.budget))
+            if sequence.todo > 1 and draft.prompt_budget > 0:
+                draft.run_prompt(sequence, self._chunk(sequence, draft.prompt_budget))
+
+    def _prompt_budget(self, budget: int) -> int:
+        """Prompt tokens this step may run."""
+        in_sight = self.waiting.num_tokens + sum(s.todo for s in self.running if s.todo > 1)
+        limit = micro_batches.prompt_tokens(in_sight, self.config.stages, self.config.micro_batch_tokens)
+        return budget if limit is None else min(budget, limit)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Tokens of `sequence` to run now: at least 1; unless it is the last chunk it ends with a block where it can."""
@@ -124,7 +138,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
-        needed = range(len(sequence.blocks), self.config.blocks_for(len(sequence.tokens)))
+        needed = range(len(sequence.blocks), self.config.blocks_for(sequence.length))
         while not self.pool.has_room(needed):
             victim = self.running[-1]
             self._preempt(victim)
@@ -143,7 +157,7 @@ class Scheduler:
         self.counts.preemptions += 1
 
     def _admit(self, draft: Draft, now: float) -> None:
-        while draft.budget > 0 and len(self.running) < self.config.max_sequences:
+        while draft.prompt_budget > 0 and len(self.running) < self.config.max_sequences:
             sequence = self.waiting.first(now)
             if sequence is None or not self._place(sequence):
                 return
@@ -152,7 +166,7 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.urgency)
             draft.start(sequence, self._next_sequence_id)
             self._next_sequence_id += 1
-            draft.run(sequence, self._chunk(sequence, draft.budget))
+            draft.run_prompt(sequence, self._chunk(sequence, draft.prompt_budget))
 
     def _place(self, sequence: Sequence) -> bool:
         """Give `sequence` the blocks of all its tokens, found or new. False where there are not enough.
@@ -179,7 +193,7 @@ class Scheduler:
         return self.pool.lookup(sequence.chain.hashes[: (len(sequence.tokens) - 1) // self.config.block_size])
 
     def _commit(self, draft: Draft) -> StepPlan:
-        plan = draft.plan(self._ended)
+        plan = draft.plan(self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
         self._in_flight[plan.step] = list(zip(draft.rows, draft.sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
@@ -197,7 +211,9 @@ class Scheduler:
         scored = {piece.sequence_id: piece for piece in result.prompt_logprobs}
         events = []
         for row, sequence in planned:
-            if sequence.sequence_id == row.sequence_id:  # else it was cancelled or preempted meanwhile
+            if sequence.sequence_id != row.sequence_id:  # it ended or was preempted meanwhile
+                self.counts.tokens_discarded += row.sample
+            else:
                 event = self._advance(sequence, row, sampled.get(row.sequence_id), scored.get(row.sequence_id))
                 if event is not None:
                     events.append(event)
@@ -241,6 +257,7 @@ class Scheduler:
         if sequence.scores_prompt:
             return self._end_unscored(sequence)
         sequence.tokens.append(sampled.token)
+        sequence.num_awaited -= 1
         self.counts.tokens_sampled += 1
         event = TokenEvent(
             request_id=sequence.request.request_id,

@@ -65,6 +65,8 @@ class _Known:
     prompt_length: int
     sampling: SamplingParams
     blocks: list[int] = field(default_factory=list)
+    sampled: int | None = None
+    """The token sampled last, until it is added."""
 
 
 class ScriptedRank:
@@ -94,7 +96,7 @@ class ScriptedRank:
         for row in plan.rows:
             state = self._run_row(row, scored)
             if row.sample:
-                token = next_token(state, self.vocab_size)
+                token = self.sequences[row.sequence_id].sampled = next_token(state, self.vocab_size)
                 wanted = self.sequences[row.sequence_id].sampling.logprobs is not None
                 logprob = logprob_of(state, token) if wanted else None
                 sampled.append(Sampled(sequence_id=row.sequence_id, token=token, logprob=logprob))
@@ -108,6 +110,11 @@ class ScriptedRank:
     def _run_row(self, row: Row, scored: list[PromptLogprobs]) -> int:
         known = self.sequences[row.sequence_id]
         known.tokens += row.append
+        if row.append_sampled:
+            if known.sampled is None:
+                raise ScriptError(f"row {row} wants a token that was not sampled")
+            known.tokens.append(known.sampled)
+        known.sampled = None
         known.blocks += row.new_blocks
         end = row.start + row.count
         if row.count < 1 or end > len(known.tokens) or (row.sample and end != len(known.tokens)):

@@ -25,9 +25,9 @@ class Sequence:
 
     Planned and computed are kept apart: a plan moves `num_planned`, its result moves `num_computed`::
 
-        tokens   [ p p p p p p p p p g g ]
+        tokens   [ p p p p p p p p p g g ? ]      ?: being sampled by a plan in flight (`num_awaited`)
         computed  ───────────→|
-        planned   ───────────────────→|      in flight: between the two;  todo: what lies behind
+        planned   ─────────────────────→|         in flight: between the two;  todo: what lies behind
     """
 
     request: GenerateRequest
@@ -42,8 +42,12 @@ class Sequence:
     """The ranks' name for it; a new one after every preemption."""
     num_planned: int = 0
     num_computed: int = 0
+    num_awaited: int = 0
+    """Tokens that plans in flight sample; the ranks will know them before the engine does."""
+    last_step: int = -1
+    """The newest plan it is in."""
     num_told: int = 0
-    """Tokens the ranks know."""
+    """Tokens the ranks know once all plans so far have run."""
     blocks: list[int] = field(default_factory=list)
     num_blocks_told: int = 0
     num_registered: int = 0
@@ -74,9 +78,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def length(self) -> int:
+        """Tokens it has, awaited ones included."""
+        return len(self.tokens) + self.num_awaited
+
+    @property
     def todo(self) -> int:
-        """Tokens that no plan has run yet: 1 while decoding, 0 while waiting for a token to be sampled."""
-        return len(self.tokens) - self.num_planned
+        """Tokens that no plan has run yet: 1 while decoding."""
+        return self.length - self.num_planned
+
+    def is_sampled_out(self, capacity: int) -> bool:
+        """Whether the plans in flight sample all the tokens it can have."""
+        full = self.length - self.prompt_length >= self.request.max_tokens or self.length >= capacity
+        return self.num_awaited > 0 and full
 
     @property
     def deadline_s(self) -> float:
@@ -110,6 +124,7 @@ class Sequence:
     def forget_ranks(self) -> None:
         """Forget all that the ranks hold of it; the tokens stay."""
         self.sequence_id = NOT_ON_RANKS
-        self.num_planned = self.num_computed = self.num_told = 0
+        self.num_planned = self.num_computed = self.num_told = self.num_awaited = 0
+        self.last_step = -1
         self.blocks = []
         self.num_blocks_told = self.num_registered = 0

@@ -22,6 +22,8 @@ class EngineStats(BaseModel):
     steps: int
     tokens_run: int
     tokens_sampled: int
+    tokens_discarded: int
+    """Sampled for requests that had ended, or were preempted, by the time."""
     cache_hit_tokens: int
     preemptions: int
     aborts: int

@@ -48,12 +48,16 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
     return made
 
 
-@pytest.mark.parametrize("layout", ["", "tp=2,pp=2"])
-def test_mixed_load_equals_one_at_a_time(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "depth"),
+    [("", 1), ("", None), ("", 4), ("pp=2", None), ("pp=2", 1), ("pp=3", None), ("tp=2,pp=2", None), ("tp=2,pp=2,sp=true", 5)],
+)
+def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None:
     model = tiny("llama3")
-    work = requests(200, seed=3)
-    aborted = {request.request_id for request in random.Random(4).sample(work, 30)}
-    with in_process(model, layout, CRAMPED) as replica:
+    work = requests(60 if "=" in layout else 120, seed=3)
+    aborted = {request.request_id for request in random.Random(4).sample(work, 12)}
+    config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24})
+    with in_process(model, layout, config) as replica:
         waiting = [(request, replica.submit(request)) for request in work]
         for request in work:
             if request.request_id in aborted:
@@ -62,6 +66,7 @@ def test_mixed_load_equals_one_at_a_time(layout: str) -> None:
         stats = replica.engine.stats()
     assert stats.preemptions > 0
     assert stats.cache_hit_tokens > 0
+    assert (stats.tokens_discarded > 0) == (depth != 1), "what is sampled past a stop is dropped, and only ahead of results"
     assert (stats.running, stats.waiting, stats.free_blocks + stats.cached_blocks) == (0, 0, CRAMPED.num_blocks)
     assert {name for name, event in together.items() if event.finish == "abort"} <= aborted
     with in_process(model, "", ROOMY) as alone:

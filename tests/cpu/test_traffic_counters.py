@@ -12,6 +12,7 @@ from actors.assembly import Parts
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.model.group import Group
 from actors.model.groups.thread import run_ranks, thread_groups
+from actors.runner import Runner
 from actors.sampler import Sampler
 from actors.threads import ThreadRanks
 from placement import sequence_parallel
@@ -52,8 +53,10 @@ Counted = dict[str, tuple[Counter[str], Counter[str]]]
 def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[Counted]:
     """What every rank counts while it runs `plans`, from when it stands until it ends."""
     watched: dict[int, tuple[Mapping[str, Group], Counted]] = {}
+    runners: list[Runner] = []
 
     def watch(parts: Parts) -> None:
+        runners.append(parts.runner)
         watched[parts.config.world_rank] = parts.groups, snapshot(parts.groups)
 
     ranks = ThreadRanks(rank_config(model, layout, block_size=4), num_blocks=32, attach=watch)
@@ -62,6 +65,8 @@ def counted(model: TinyModel, layout: Layout, plans: list[StepPlan]) -> list[Cou
             ranks.send(plan)
         for _ in plans:
             ranks.receive(timeout_s=30.0)
+        for runner in runners:
+            runner.catch_up()
     finally:
         ranks.close()
     return [difference(*watched[rank]) for rank in range(layout.world)]

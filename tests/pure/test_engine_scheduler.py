@@ -130,6 +130,9 @@ CONFIGS = st.builds(
     kv_owners=st.integers(1, 3),
     max_batch_tokens=st.integers(4, 20),
     max_chunk_tokens=st.integers(1, 12),
+    stages=st.integers(1, 3),
+    micro_batch_rows=st.integers(1, 3),
+    micro_batch_tokens=st.sampled_from([1, 4, 128]),
     prefix_cache=st.booleans(),
     overdue_after_s=st.sampled_from([3.0, 1000.0]),
 )
@@ -140,7 +143,7 @@ CONFIGS = st.builds(
 def test_whatever_comes_all_finish_with_their_own_tokens(
     settings: EngineConfig, arrivals: list[Any], data: st.DataObject
 ) -> None:
-    bench = Bench(settings, depth=data.draw(st.integers(1, 3), "steps in flight"))
+    bench = Bench(settings, depth=data.draw(st.integers(1, 5), "steps in flight"))
     for number, (steps_before, fields) in enumerate(arrivals):
         for _ in range(steps_before):
             bench.step()

@@ -66,7 +66,7 @@ def test_json_of_a_bare_config_without_torch_or_ray(model: Path) -> None:
     assert found["step"] == {"batch": 2, "tokens": [3, 3], "context": [37, 37], "dtype": "float32"}
     assert found["groups"]["tp"] == [[0, 1], [2, 3]]
     assert [rank["q_heads"] for rank in found["ranks"][:2]] == [[0, 1, 2, 3], [4, 5]]
-    [boundary] = [entry for entry in found["traffic"] if entry["op"] == "send"]
+    [boundary] = [each for each in found["traffic"] if (each["op"], each["where"]) == ("send", "stage boundary")]
     assert boundary["payload_bytes"] >= 3 * 96 * 4
 
 

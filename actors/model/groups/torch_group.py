@@ -33,8 +33,9 @@ from actors.model.groups.roll_call import RollCall
 
 _GATHER_BYTES = 256 * 1024
 """Up to this size three or more ranks all-reduce in one exchange of whole tensors; above, in two of 1/n each."""
-_SENDS_IN_FLIGHT = 16
-"""Sends that may be unfinished before a further one waits for the oldest."""
+_SENDS_IN_FLIGHT = 32
+"""Sends per peer that may be unfinished before a further one waits for the oldest: more than plans are in flight, since a
+stage takes the tokens of a step only when it has another plan."""
 
 
 class TorchGroup(CountedGroup):
@@ -129,7 +130,7 @@ class TorchGroup(CountedGroup):
         began = time.monotonic()
         try:
             self._sends.append((group.send([_as_bytes(copy)], to, 0), copy, to))
-            while len(self._sends) > _SENDS_IN_FLIGHT:
+            while len(self._sends) > _SENDS_IN_FLIGHT * (self.size - 1):
                 to = self._sends[0][2]
                 self._sends[0][0].wait(self._timeout)
                 self._sends.popleft()
