@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,7 @@ def _check_answers(address: str) -> None:
 
 
 def _lock_embedded() -> None:
-    if "RAY_AUTH_MODE" not in os.environ:
+    """Ask for a random token, unless a mode is set or `ray` is imported already: it reads its mode then, once."""
+    if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -47,8 +47,8 @@ class Replica:
         self._ranks = launch.launch(settings, self._seats, name)
         self._blocks = _num_blocks(settings, self._ranks)
         link, self._sentinels = self._link()
-        self._engine = Engine(_engine_config(settings, self._blocks), link)
-        self._engine.start()
+        self.engine = Engine(_engine_config(settings, self._blocks), link)
+        self.engine.start()
         self._down = None
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
@@ -68,14 +68,14 @@ class Replica:
                 loop.call_soon_threadsafe(ended.set)
 
         try:
-            self._engine.submit(request, deliver)
+            self.engine.submit(request, deliver)
         except RequestRefused as refusal:
             return self._refused(request, refusal).pack()
         try:
             await ended.wait()
         finally:
             if not ended.is_set():
-                self._engine.cancel(request.request_id)
+                self.engine.cancel(request.request_id)
         return None
 
     def _refused(self, request: GenerateRequest, refusal: RequestRefused) -> TokenEvent:
@@ -89,11 +89,11 @@ class Replica:
 
     def health(self) -> str | None:
         """None when a step finished recently or there is nothing to do, on ranks that are all alive; else the reason."""
-        return self._down or self._engine.healthy()
+        return self._down or self.engine.healthy()
 
     def gauges(self) -> tuple[str, dict[str, float]]:
         """This replica's name, and the numbers of its engine."""
-        numbers = self._engine.stats().model_dump()
+        numbers = self.engine.stats().model_dump()
         return self._name, {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))}
 
     def check_health(self) -> None:
@@ -104,7 +104,7 @@ class Replica:
     def close(self) -> None:
         """End the engine and every rank."""
         self._closing.set()
-        self._engine.close()
+        self.engine.close()
         self._tokens.close()
         self._ranks.kill()
         remove_placement_group(self._seats)
@@ -127,14 +127,14 @@ class Replica:
     def _watch(self) -> None:
         while not self._closing.is_set():
             dead, _ = ray.wait(self._sentinels, num_returns=1, timeout=_WATCH_EVERY_S)
-            reason = _death(self._sentinels, dead) if dead else self._engine.healthy()
+            reason = _death(self._sentinels, dead) if dead else self.engine.healthy()
             if reason is not None and not self._closing.is_set():
                 self._rebuild(reason)
 
     def _rebuild(self, reason: str) -> None:
         log.error("ending all ranks of %s: %s", self._name, reason)
         self._down = f"rebuilding ranks: {reason}"
-        self._engine.fail(reason)
+        self.engine.fail(reason)
         self._ranks.kill()
         for _attempt in range(_REBUILDS):
             try:
@@ -144,7 +144,7 @@ class Replica:
                 log.exception("ranks of %s did not come back", self._name)
                 self._down = f"ranks did not come back: {error}"
                 continue
-            self._engine.restart(link)
+            self.engine.restart(link)
             self._down = None
             return
         self._dead = self._down
