@@ -2,6 +2,7 @@
 
 Tied embeddings show as a missing ``output.weight``, biases as the presence of their tensors. A tensor ``rope_freqs.weight``
 holds what is left of Llama 3's rope scaling: one divisor per frequency, from which `placement.gguf_rope` tells the numbers.
+What no field tells is in `placement.gguf_families`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
+from placement.gguf_families import ARCHITECTURES, Architecture
 from placement.gguf_file import GGUFHeader, TensorInfo, is_gguf, read_header
-from placement.gguf_rope import read_rope
+from placement.gguf_rope import read_ropes
 from placement.header_fields import Fields, made
 from placement.model_spec import DType, ModelError, ModelSpec
 
 __all__ = ["is_gguf", "read"]
-
-FAMILIES = {"llama": "none", "qwen2": "none", "qwen3": "head"}
-"""``general.architecture`` (Mistral files say llama), and the norm on queries and keys."""
 
 _PLAIN: dict[GGMLQuantizationType, DType] = {
     GGMLQuantizationType.F32: "float32",
@@ -35,8 +34,8 @@ def read(path: Path) -> ModelSpec:
     header = read_header(path)
     fields = Fields(path, header.fields)
     family = fields.text("general.architecture")
-    if family not in FAMILIES:
-        raise fields.fault("general.architecture", f"the architectures known here are {', '.join(FAMILIES)}")
+    if family not in ARCHITECTURES:
+        raise fields.fault("general.architecture", f"the architectures known here are {', '.join(ARCHITECTURES)}")
     _refuse_experts(fields, family)
     return _spec(path, header, fields, family)
 
@@ -49,6 +48,9 @@ def _spec(path: Path, header: GGUFHeader, fields: Fields, family: str) -> ModelS
     if fields.whole(f"{family}.attention.value_length", head_dim) != head_dim:
         raise fields.fault(f"{family}.attention.value_length", f"{names['head_dim']} is {head_dim}: they must be equal")
     dtype, quantization = _dtype(header)
+    known = ARCHITECTURES[family]
+    windows = _windows(fields, family, known, num_layers)
+    rope, local_rope = read_ropes(path, header, fields, family, head_dim)
     return made(
         ModelSpec,
         path,
@@ -63,18 +65,57 @@ def _spec(path: Path, header: GGUFHeader, fields: Fields, family: str) -> ModelS
         vocab_size=_vocab_size(header, fields, family),
         max_position=fields.whole(names["max_position"]),
         norm_eps=fields.number(names["norm_eps"]),
-        qkv_bias="blk.0.attn_q.bias" in header.tensors,
+        activation=known.activation,
+        qkv_bias=not header.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
         o_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_down.bias" in header.tensors,
-        qk_norm=FAMILIES[family],
+        qk_norm=known.qk_norm,
+        norms=known.norms,
+        fused_qkv="blk.0.attn_qkv.weight" in header.tensors,
+        fused_gate_up="blk.0.ffn_up.weight" in header.tensors and "blk.0.ffn_gate.weight" not in header.tensors,
         tie_embeddings="output.weight" not in header.tensors,
-        windows=(fields.whole(f"{family}.attention.sliding_window", None),) * num_layers,
-        rope=read_rope(path, header, fields, family, head_dim),
+        windows=windows,
+        rope=rope,
+        local_rope=local_rope,
+        unrotated_layers=_every(known.no_rope_interval, num_layers),
         dtype=dtype,
         quantization=quantization,
         bos_token_id=fields.whole("tokenizer.ggml.bos_token_id", None),
         eos_token_ids=_eos(fields),
+        **(_gemma(fields, family, known, num_layers, num_heads, hidden_size, head_dim) if known.gemma else {}),
     )
+
+
+def _windows(fields: Fields, family: str, known: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """A file says the window and at times the pattern: the interval of layers that have none, or a flag for each layer."""
+    window = fields.whole(f"{family}.attention.sliding_window", known.window) or None
+    name = f"{family}.attention.sliding_window_pattern"
+    if isinstance(fields.values.get(name), list):
+        flags = fields.wholes(name) or []
+        if len(flags) != num_layers:
+            raise fields.fault(name, f"{family}.block_count is {num_layers}: it must name as many layers")
+        return tuple(window if flag else None for flag in flags)
+    everywhere = _every(fields.whole(name, known.window_pattern), num_layers)
+    return tuple(None if layer in everywhere else window for layer in range(num_layers))
+
+
+def _every(interval: int | None, num_layers: int) -> tuple[int, ...]:
+    """Layers whose number, counted from 1, the interval divides."""
+    return tuple(range(interval - 1, num_layers, interval)) if interval else ()
+
+
+def _gemma(
+    fields: Fields, family: str, known: Architecture, num_layers: int, num_heads: int, hidden_size: int, head_dim: int
+) -> dict[str, Any]:
+    attention, logits = known.caps
+    per_score = hidden_size / num_heads if num_layers == known.wide_scale_layers else head_dim
+    return {
+        "norm_offset": 1.0,
+        "embedding_scale": hidden_size**0.5,
+        "attention_scale": per_score**-0.5,
+        "attention_softcap": fields.number(f"{family}.attn_logit_softcapping", attention),
+        "logit_softcap": fields.number(f"{family}.final_logit_softcapping", logits),
+    }
 
 
 def _names(family: str) -> dict[str, str]:

@@ -41,6 +41,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
+    "longrope_24": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1 + at / 32 for at in range(24)],
+        "long_factor": [1 + at / 4 for at in range(24)],
+        "partial_rotary_factor": 0.75,
+    },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 }
 

@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.model.checkpoint.gguf_names import hugging_face_name
+from placement.gguf_families import ARCHITECTURES, Architecture
 from placement.gguf_file import GGUFHeader, TensorInfo, read_header
 from placement.model_spec import ModelError, ModelSpec
 
 _CHUNK_ELEMENTS = 1 << 18
 """Elements dequantised at once: 1 MiB in fp32, which stays in cache until it is written to the parameter."""
-
-_PERMUTED_ARCHITECTURES = {"llama"}
-"""Architectures whose q and k rows the converter reorders for an interleaved rope. qwen2 and qwen3 keep theirs."""
 
 
 class GgufSource:
@@ -36,10 +34,11 @@ class GgufSource:
         """Read the header and map the file. Raises `ModelError` naming the file and what is wrong with it."""
         self.location = str(path)
         header = _read_header(path)
-        self._infos = {hugging_face_name(info.name): info for info in header.tensors.values()}
+        self._infos = {hugging_face_name(info.name, spec): info for info in header.tensors.values()}
         self._data: NDArray[np.uint8] | None = np.memmap(path, mode="c")[header.data_start :]
-        permuted = header.fields.get("general.architecture") in _PERMUTED_ARCHITECTURES
-        self._head_dim = spec.head_dim if permuted else None
+        known = ARCHITECTURES.get(str(header.fields.get("general.architecture")), Architecture())
+        self._head_dim = spec.head_dim if known.permuted else None
+        self._norm_offset = spec.norm_offset if known.gemma else 0.0
 
     def names(self) -> set[str]:
         return set(self._infos)
@@ -71,6 +70,8 @@ class GgufSource:
         for at in range(0, len(rows), step):
             chunk = self._stored(name, rows[at : at + step])
             values = gguf.dequantize(np.ascontiguousarray(blocks[chunk]), info.quantization)
+            if name.endswith("norm.weight"):
+                values = values - self._norm_offset  # llama.cpp adds Gemma's 1 to the weights it stores
             target[at : at + step].copy_(torch.from_numpy(values[:, cut]))
 
     def close(self) -> None:

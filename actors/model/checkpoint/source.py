@@ -15,7 +15,7 @@ from placement.model_spec import ModelSpec
 
 _AUXILIARY = re.compile(
     r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints saved it all the same
-    r"|rope_freqs\.weight"  # GGUF: rope scaling, which `placement.gguf_rope` has read into the spec
+    r"|rope_(freqs|factors_long|factors_short)\.weight"  # GGUF: rope scaling, read by `placement.gguf_rope`
     r"|blk\.\d+\.attn_rot_embd\.weight"  # GGUF: old converters' copy of inv_freq
 )
 
