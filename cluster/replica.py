@@ -185,4 +185,5 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         max_waiting_requests=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
         vocab_size=settings.spec.vocab_size,
+        rope=settings.spec.rope,
     )

@@ -47,6 +47,8 @@ class Family:
     partial_rotary_factor: float | None = None
     """Default of the field of that name; None: heads are turned whole."""
     interleaved: bool = False
+    original_max_position: int | None = None
+    """Default of ``original_max_position_embeddings``; None: as ``max_position_embeddings``."""
     rope_aliases: tuple[str, ...] = ()
     """Names of ``longrope`` in old files."""
     no_rope_interval: int | None = None
@@ -94,6 +96,7 @@ FAMILIES = {
         fused_gate_up=True,
         windows="all",
         partial_rotary_factor=1.0,
+        original_max_position=4096,
         rope_aliases=("su", "yarn"),
         bos_token_id=1,
         eos_token_ids=(32000,),

@@ -49,7 +49,7 @@ def _rope(config: Fields, rope: Fields, family: Family, head_dim: int, max_posit
         theta=theta,
         rotary_dims=_rotary_dims(config, rope, family, head_dim),
         interleaved=family.interleaved,
-        **_SCALINGS[kind](config, rope, max_position),
+        **_SCALINGS[kind](config, rope, max_position, family),
     )
 
 
@@ -63,23 +63,23 @@ def _rotary_dims(config: Fields, rope: Fields, family: Family, head_dim: int) ->
     return int(head_dim * given)
 
 
-def _linear(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
+def _linear(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
     return {"factor": rope.number("factor")}
 
 
-def _dynamic(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
+def _dynamic(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
     return {"factor": rope.number("factor"), "original_max_position": max_position}
 
 
-def _llama3(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
+def _llama3(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
     return {
-        "original_max_position": _original(config, rope, max_position),
+        "original_max_position": _original(config, rope, max_position, family),
         **{name: rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")},
     }
 
 
-def _yarn(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
-    original = _original(config, rope, max_position)
+def _yarn(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+    original = _original(config, rope, max_position, family)
     # A factor of null, unlike an absent one, stands for the ratio of the two context lengths.
     implied = max_position / original if "factor" in rope.values and original > 0 else NOT_GIVEN
     optional = {name: rope.number(name, None) for name in _YARN_OPTIONS}
@@ -91,8 +91,8 @@ def _yarn(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
     }
 
 
-def _longrope(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]:
-    original = _original(config, rope, max_position)
+def _longrope(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+    original = _original(config, rope, max_position, family)
     return {
         "original_max_position": original,
         "factor": rope.number("factor", max_position / original if original > 0 else NOT_GIVEN),
@@ -101,15 +101,15 @@ def _longrope(config: Fields, rope: Fields, max_position: int) -> dict[str, Any]
     }
 
 
-def _original(config: Fields, rope: Fields, max_position: int) -> int:
+def _original(config: Fields, rope: Fields, max_position: int, family: Family) -> int:
     """Context length of the training; where both the model and its rope name one, the model's counts."""
-    inner = rope.whole("original_max_position_embeddings", max_position)
+    inner = rope.whole("original_max_position_embeddings", family.original_max_position or max_position)
     return int(config.whole("original_max_position_embeddings", inner))
 
 
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-_SCALINGS: dict[str, Callable[[Fields, Fields, int], dict[str, Any]]] = {
-    "default": lambda config, rope, max_position: {},
+_SCALINGS: dict[str, Callable[[Fields, Fields, int, Family], dict[str, Any]]] = {
+    "default": lambda config, rope, max_position, family: {},
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

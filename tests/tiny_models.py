@@ -41,6 +41,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "longrope_24": {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -79,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "llama_dynamic": {"model_type": "llama", "max_position_embeddings": 32, "rope_parameters": ROPES["dynamic"]},
     "smollm3": {"model_type": "smollm3", **_IDS, "no_rope_layer_interval": 2},
     "olmo2": {"model_type": "olmo2", **_IDS},
     "phi3": {"model_type": "phi3", **_IDS, "sliding_window": 8, **LONGROPE},
@@ -123,7 +125,13 @@ class TinyModel:
     def logits(self, tokens: list[int]) -> Tensor:
         """[len(tokens), vocab] fp32, as transformers computes them in one go."""
         with torch.inference_mode():
+            self.forget_lengths()
             return self.reference(torch.tensor([tokens])).logits[0]
+
+    def forget_lengths(self) -> None:
+        """Have transformers forget the longest sequence it has seen, which else decides the frequencies of a dynamic rope."""
+        if self.spec.rope.kind == "dynamic":
+            self.reference(torch.tensor([[0]]))
 
 
 def tiny(family: str, *, tied: bool = False, bias: float = 0.3, rope: str | None = None, **sizes: Any) -> TinyModel:

@@ -6,6 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from placement.model_spec import RopeSpec
+
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -50,6 +52,8 @@ class EngineConfig(BaseModel):
     """A request queued this long goes ahead of everything that arrived after it, whatever its priority or tenant."""
     step_timeout_s: Seconds = 60.0
     """A step that takes longer means that the ranks are lost."""
+    rope: RopeSpec = RopeSpec()
+    """The model's: whether prompts of unlike length may share cached keys depends on it."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
 

@@ -1,8 +1,9 @@
 """Names for KV blocks by what they hold: a chain of SHA-256 over token ids.
 
-    root = H(salt)      h0 = H(root, tokens[0:16])      h1 = H(h0, tokens[16:32])      ...
+    root = H(salt, class)      h0 = H(root, tokens[0:16])      h1 = H(h0, tokens[16:32])      ...
 
-Equal names mean equal tokens from position 0 on and an equal salt. The hash is cryptographic because a tenant who
+Equal names mean equal tokens from position 0 on, an equal salt, and prompts whose tokens the model rotates alike (their
+length class: 0 for nearly every model, see `RopeSpec.length_class`). The hash is cryptographic because a tenant who
 could forge a collision would read another tenant's cache; it is over canonical bytes because names must agree
 between processes.
 """
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 BlockHash = bytes
 
 
-def root_hash(salt: str) -> BlockHash:
-    """The parent of a first block; sequences with unlike salts share nothing."""
-    return hashlib.sha256(b"shardwright/prefix/1\0" + salt.encode("utf-8", "surrogatepass")).digest()
+def root_hash(salt: str, length_class: int = 0) -> BlockHash:
+    """The parent of a first block; sequences with unlike salts or length classes share nothing."""
+    prefix = b"shardwright/prefix/1\0" + struct.pack("<q", length_class)
+    return hashlib.sha256(prefix + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
@@ -29,9 +31,9 @@ def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
 class PrefixChain:
     """The hashes of a growing sequence's full blocks, each computed once."""
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, salt: str, block_size: int, length_class: int = 0) -> None:
         self.hashes: list[BlockHash] = []
-        self._root = root_hash(salt)
+        self._root = root_hash(salt, length_class)
         self._block_size = block_size
 
     def extend(self, tokens: Sequence[int]) -> None:

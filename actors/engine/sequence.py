@@ -8,6 +8,7 @@ from enum import Enum
 
 from actors.engine.prefix import PrefixChain
 from actors.messages import FinishReason, GenerateRequest, TokenLogprob
+from placement.model_spec import RopeSpec
 
 NOT_ON_RANKS = -1
 """The sequence id of a sequence the ranks do not know."""
@@ -60,9 +61,11 @@ class Sequence:
     """An event with the prompt's logprobs is out."""
 
     @classmethod
-    def of(cls, request: GenerateRequest, block_size: int, arrival_s: float, order: int) -> Sequence:
+    def of(
+        cls, request: GenerateRequest, block_size: int, arrival_s: float, order: int, rope: RopeSpec | None = None
+    ) -> Sequence:
         """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread."""
-        chain = PrefixChain(request.cache_salt, block_size)
+        chain = PrefixChain(request.cache_salt, block_size, 0 if rope is None else rope.length_class(len(request.prompt)))
         chain.extend(request.prompt)
         gathered: list[TokenLogprob | None] = (
             [None] * len(request.prompt) if request.sampling.prompt_logprobs is not None else []

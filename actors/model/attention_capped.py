@@ -35,7 +35,7 @@ def capped_attention(
         if causal:
             scores.masked_fill_(_later(rows, seen, q.device), -torch.inf)
         if mask is not None:
-            scores += _rows_of(mask, rows).unsqueeze(2)
+            scores += _part_of(mask, rows, seen).unsqueeze(2)
         out[:, :, :, rows], lse[:, :, :, rows] = _weigh(scores, v[:, :, :seen])
     return out.view(q.shape), lse.view(q.shape[:3])
 
@@ -58,6 +58,6 @@ def _later(rows: slice, keys: int, device: torch.device) -> Tensor:
     return torch.arange(keys, device=device) > torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
-def _rows_of(mask: Tensor, rows: slice) -> Tensor:
+def _part_of(mask: Tensor, rows: slice, keys: int) -> Tensor:
     """The part of a mask [batch or 1, 1, queries or 1, keys] that some queries need."""
-    return mask if mask.shape[2] == 1 else mask[:, :, rows]
+    return (mask if mask.shape[2] == 1 else mask[:, :, rows])[..., :keys]

@@ -196,19 +196,23 @@ def slots(table: list[int], length: int) -> list[int]:
 # --- backends against each other ------------------------------------------------------------------------------------
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, context: int, window: int | None, scale: float) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, context: int, window: int | None, scale: float, softcap: float | None = None
+) -> Tensor:
     """Attention of one sequence's last queries, written out: q [queries, H, d], k and v [total, K, d]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1) for x in (k, v))
     at = torch.arange(context, context + q.shape[0])[:, None]
     key = torch.arange(k.shape[1])
     hidden = (key > at) if window is None else (key > at) | (key <= at - window)
-    scores = (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(hidden, -INF)
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    return (scores.masked_fill(hidden, -INF).softmax(-1) @ v).transpose(0, 1)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("backend", [CpuAttention(), GatherAttention()], ids=lambda backend: type(backend).__name__)
-def test_a_backend_equals_the_formula(backend: Any, window: int | None) -> None:
+def test_a_backend_equals_the_formula(backend: Any, window: int | None, softcap: float | None) -> None:
     torch.manual_seed(0)
     parts = [(0, 0, 5), (1, 11, 1), (2, 7, 9), (3, 0, 1), (4, 150, 1), (5, 30, 200)]
     totals = [start + count for _, start, count in parts]
@@ -223,10 +227,10 @@ def test_a_backend_equals_the_formula(backend: Any, window: int | None) -> None:
     q = torch.randn(batch.num_tokens, 6, 8)
     fresh_k = torch.cat([k[start:] for (_, start, _), k in zip(parts, keys, strict=True)])
     fresh_v = torch.cat([v[start:] for (_, start, _), v in zip(parts, values, strict=True)])
-    out = backend.attend(q, fresh_k, fresh_v, cache, 0, backend.prepare(batch, cache), window, 0.35)
+    out = backend.attend(q, fresh_k, fresh_v, cache, 0, backend.prepare(batch, cache), window, 0.35, softcap)
     expected = torch.cat(
         [
-            reference(rows, keys[index], values[index], start, window, 0.35)
+            reference(rows, keys[index], values[index], start, window, 0.35, softcap)
             for (index, start, _), rows in zip(parts, q.split(batch.query_lens), strict=True)
         ]
     )
@@ -266,7 +270,10 @@ class Fake:
         for index, total in enumerate(lengths):
             rows = call["q"][starts[index] : starts[index + 1]]
             k, v = (call[name][call["block_table"][index]].flatten(0, 1)[:total] for name in ("k", "v"))
-            out.append(reference(rows.float(), k.float(), v.float(), total - rows.shape[0], window, call["softmax_scale"]))
+            rows, k, v = rows.float(), k.float(), v.float()
+            out.append(
+                reference(rows, k, v, total - len(rows), window, call["softmax_scale"], call.get("softcap", 0.0) or None)
+            )
         return torch.cat(out)
 
 
@@ -332,6 +339,10 @@ PACKAGES = {
 }
 
 
+CAPPING = {"vllm_flash_attn", "vllm.vllm_flash_attn", "flash_attn"}
+"""Those whose kernel can cap scores."""
+
+
 def loader(**present: Any):
     """An import that finds only the given modules (dots written as ``__``)."""
 
@@ -344,13 +355,18 @@ def loader(**present: Any):
     return load
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 3, 20])
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_adapter_calls_its_kernel_as_the_kernel_expects(package: str, window: int | None) -> None:
+def test_an_adapter_calls_its_kernel_as_the_kernel_expects(package: str, window: int | None, softcap: float | None) -> None:
     function, make, block_size = PACKAGES[package]
     fake = Fake()
     module = SimpleNamespace(**{function: make(fake)})
-    backend = choose_cuda(torch.bfloat16, block_size, loader(**{package.replace(".", "__"): module}))
+    load = loader(**{package.replace(".", "__"): module})
+    backend = choose_cuda(torch.bfloat16, block_size, load, softcap=softcap is not None)
+    if softcap is not None and package not in CAPPING:
+        assert isinstance(backend, GatherAttention)
+        return
     assert package in backend.name
 
     torch.manual_seed(0)
@@ -360,9 +376,9 @@ def test_an_adapter_calls_its_kernel_as_the_kernel_expects(package: str, window:
     cache.pages(0).normal_()
     batch = batch_of(parts, [[0] * (start + count) for _, start, count in parts], tables, block_size)
     q, k, v = torch.randn(15, 6, 8), torch.randn(15, 2, 8), torch.randn(15, 2, 8)
-    ours = backend.attend(q, k, v, cache, 0, backend.prepare(batch, cache), window, 0.35)
+    ours = backend.attend(q, k, v, cache, 0, backend.prepare(batch, cache), window, 0.35, softcap)
     oracle = CpuAttention()
-    expected = oracle.attend(q, k, v, cache, 0, oracle.prepare(batch, cache), window, 0.35)
+    expected = oracle.attend(q, k, v, cache, 0, oracle.prepare(batch, cache), window, 0.35, softcap)
     torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
     (call,) = fake.calls
     assert call["block_table"].dtype == torch.int32

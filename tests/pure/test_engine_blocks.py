@@ -30,6 +30,7 @@ def test_names_cover_full_blocks_only_and_the_whole_front() -> None:
 def test_salts_share_no_name() -> None:
     assert not set(chain(list(range(16)), "a")) & set(chain(list(range(16)), "b"))
     assert root_hash("a") != root_hash("")
+    assert root_hash("a", 1) != root_hash("a")
 
 
 def test_a_chain_grows_as_if_made_at_once() -> None:
