@@ -112,6 +112,8 @@ class SequenceStart(Message):
     """Prompt and whatever was generated before a preemption."""
     prompt_length: int
     sampling: SamplingParams
+    rope_length: int | None = None
+    """Length by which a rope that depends on it turns the tokens; None: the prompt's. See `RopeSpec.deciding_length`."""
 
 
 class Row(Message):

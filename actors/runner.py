@@ -34,6 +34,7 @@ class PlanError(RuntimeError):
 class _Sequence:
     tokens: list[int]
     prompt_length: int
+    rope_length: int
     sampling: SamplingParams
     blocks: list[int] = field(default_factory=list)
     sampled: int | None = None
@@ -132,7 +133,7 @@ class Runner:
             context_lens=[row.start for row in rows],
             block_tables=[held.blocks for held in sequences],
             output_rows=self._tensor([last for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]),
-            prompt_lens=[held.prompt_length for held in sequences],
+            rope_lens=[held.rope_length for held in sequences],
         )
 
     def _forward(self, batch: Batch) -> Tensor | None:
@@ -179,7 +180,8 @@ class Runner:
 
 
 def _begin(start: SequenceStart) -> _Sequence:
-    return _Sequence(list(start.tokens), start.prompt_length, start.sampling)
+    rope_length = start.prompt_length if start.rope_length is None else start.rope_length
+    return _Sequence(list(start.tokens), start.prompt_length, rope_length, start.sampling)
 
 
 def _last_rows(rows: list[Row]) -> list[int]:

@@ -65,14 +65,22 @@ class RopeSpec(BaseModel):
         """Whether the rotation of a position differs between sequences."""
         return self.kind in ("longrope", "dynamic")
 
-    def length_class(self, prompt_length: int) -> int:
-        """Prompts of one class have their tokens rotated alike, so that the keys of one can stand for those of another.
+    def deciding_length(self, prompt_length: int, longest: int) -> int:
+        """The length a sequence counts as having from its first token on; `longest` is what it can grow to.
 
-        See `actors.model.rope.LengthRope`: up to the trained length all are alike.
+        ``longrope``: the longest, for a sequence must not change its frequencies on the way (a query turned by one set does
+        not match keys turned by the other). ``dynamic``: the prompt's; tokens past it count the tokens up to them.
         """
-        if not self.depends_on_length or prompt_length <= (self.original_max_position or 0):
+        return longest if self.kind == "longrope" else prompt_length
+
+    def length_class(self, deciding_length: int) -> int:
+        """Sequences of one class have their tokens rotated alike, so that the keys of one can stand for those of another.
+
+        Up to the trained length all are alike.
+        """
+        if not self.depends_on_length or deciding_length <= (self.original_max_position or 0):
             return 0
-        return prompt_length if self.kind == "dynamic" else 1
+        return deciding_length if self.kind == "dynamic" else 1
 
 
 class ModelSpec(BaseModel):

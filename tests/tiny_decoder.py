@@ -145,7 +145,7 @@ def batch_of(parts: list[Part], sequences: list[list[int]], tables: list[list[in
         context_lens=[start for _, start, _ in parts],
         block_tables=[tables[index][: -(-(start + count) // block_size)] for index, start, count in parts],
         output_rows=torch.arange(len(places)),
-        prompt_lens=[len(sequences[index]) for index, _, _ in parts],
+        rope_lens=[len(sequences[index]) for index, _, _ in parts],
     )
 
 

@@ -36,6 +36,7 @@ class Draft:
                 sequence_id=sequence_id,
                 tokens=list(sequence.tokens),
                 prompt_length=sequence.prompt_length,
+                rope_length=sequence.rope_length,
                 sampling=sampling,
             )
         )

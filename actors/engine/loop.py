@@ -69,7 +69,9 @@ class StepLoop:
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Accept a request, or raise a `RequestRefused`. Events may come before this returns."""
         check_request(request, self.config)
-        sequence = Sequence.of(request, self.config.block_size, self._clock(), next(self._order), self.config.rope)
+        sequence = Sequence.of(
+            request, self.config.block_size, self._clock(), next(self._order), self.config.rope, self.config.capacity
+        )
         with self._changed:
             if self.ended is not None:
                 raise EngineDown(self.ended)

@@ -2,7 +2,7 @@
 
     root = H(salt, class)      h0 = H(root, tokens[0:16])      h1 = H(h0, tokens[16:32])      ...
 
-Equal names mean equal tokens from position 0 on, an equal salt, and prompts whose tokens the model rotates alike (their
+Equal names mean equal tokens from position 0 on, an equal salt, and sequences whose tokens the model rotates alike (their
 length class: 0 for nearly every model, see `RopeSpec.length_class`). The hash is cryptographic because a tenant who
 could forge a collision would read another tenant's cache; it is over canonical bytes because names must agree
 between processes.

@@ -12,6 +12,7 @@ from placement.model_spec import RopeSpec
 
 NOT_ON_RANKS = -1
 """The sequence id of a sequence the ranks do not know."""
+_PLAIN_ROPE = RopeSpec()
 
 
 class State(Enum):
@@ -57,20 +58,30 @@ class Sequence:
     """Tokens found in the prefix cache when first admitted."""
     preemptions: int = 0
     overdue: bool = False
+    rope_length: int = 0
+    """See `RopeSpec.deciding_length`."""
     has_spoken: bool = False
     """An event with the prompt's logprobs is out."""
 
     @classmethod
     def of(
-        cls, request: GenerateRequest, block_size: int, arrival_s: float, order: int, rope: RopeSpec | None = None
+        cls,
+        request: GenerateRequest,
+        block_size: int,
+        arrival_s: float,
+        order: int,
+        rope: RopeSpec = _PLAIN_ROPE,
+        capacity: int = 1 << 62,
     ) -> Sequence:
         """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread."""
-        chain = PrefixChain(request.cache_salt, block_size, 0 if rope is None else rope.length_class(len(request.prompt)))
+        prompt_length = len(request.prompt)
+        rope_length = rope.deciding_length(prompt_length, min(prompt_length + request.max_tokens, capacity))
+        chain = PrefixChain(request.cache_salt, block_size, rope.length_class(rope_length))
         chain.extend(request.prompt)
         gathered: list[TokenLogprob | None] = (
             [None] * len(request.prompt) if request.sampling.prompt_logprobs is not None else []
         )
-        return cls(request, arrival_s, order, list(request.prompt), chain, gathered)
+        return cls(request, arrival_s, order, list(request.prompt), chain, gathered, rope_length=rope_length)
 
     @property
     def prompt_length(self) -> int:

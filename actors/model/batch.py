@@ -32,8 +32,8 @@ class Batch:
     block_tables: list[list[int]]
     output_rows: Tensor
     """[rows] int64: tokens of the step whose logits are wanted."""
-    prompt_lens: list[int] = field(default_factory=list)
-    """Prompt tokens of each sequence, run or not; read only by ropes that depend on it."""
+    rope_lens: list[int] = field(default_factory=list)
+    """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ rank's part of the sequence cannot be given the wrong offset.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,33 +102,32 @@ class Rope:
         return rotate if self._dims == self._head_dim else PartialRotation(rotate, self._dims)
 
 
-class LengthRope(Rope):
+class LengthRope(Rope, ABC):
     """A rope whose frequencies depend on the length of the sequence.
 
     In transformers it is the longest sequence of the batch, as far as it has been run, that decides: an answer would depend
-    on its neighbours and on the size of the chunks. Here each token has a length of its own,
+    on its neighbours and on the size of the chunks. Here each token has a length of its own, known from the start,
 
-        length(token at position p of a sequence with a prompt of n tokens) = max(n, p + 1)
+        length(token at position p of a sequence) = max(deciding length of the sequence, p + 1)
 
-    which is what transformers does with one sequence whose prompt is run in one piece. Keys are not turned anew when the
-    sequence grows over the trained length. Prompts of unlike `RopeSpec.length_class` share no cached keys.
+    where the deciding length (`RopeSpec.deciding_length`) comes with the sequence. Keys are never turned anew; sequences of
+    unlike `RopeSpec.length_class` share none.
     """
 
     def of(self, batch: Batch) -> Rotate:
-        prompts, counts = (
-            torch.tensor(lens, dtype=torch.int64, device=batch.positions.device)
-            for lens in (batch.prompt_lens, batch.query_lens)
+        lengths, counts = (
+            torch.tensor(lens, dtype=torch.int64, device=batch.positions.device) for lens in (batch.rope_lens, batch.query_lens)
         )
-        prompts = prompts.repeat_interleave(counts)
-        return self.in_sequences(batch.positions, torch.maximum(prompts, batch.positions + 1))
+        lengths = lengths.repeat_interleave(counts)
+        return self.in_sequences(batch.positions, torch.maximum(lengths, batch.positions + 1))
 
     def in_sequences(self, positions: Tensor, lengths: Tensor) -> Rotate:
         """The rotation of each of `positions` in a sequence as long as its entry of `lengths` [tokens] says."""
         return self._turn(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
 
+    @abstractmethod
     def _frequencies(self, lengths: Tensor) -> Tensor:
         """Radians per position, [tokens, rotary_dims / 2]."""
-        raise NotImplementedError
 
 
 class LongRope(LengthRope):
