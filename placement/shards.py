@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
+from placement.stages import partition
 
 NORMS: dict[str, dict[str, str]] = {
     "pre": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
@@ -109,17 +111,35 @@ def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage.
-
-    Unless given by hand, the remainder goes to the middle stages first, then the first: the last stage also carries
-    the head and the first the embedding.
-    """
+    """Number of layers of each pipeline stage: as given by hand, else so that the largest stage is as small as it can be
+    (`placement.stages`), counting the head with the last and the embedding with the first."""
     if layout.stage_layers is not None:
         return layout.stage_layers
-    each, extra = divmod(spec.num_layers, layout.pp)
-    middle_first = sorted(range(layout.pp), key=lambda stage: (stage == layout.pp - 1, stage == 0, stage))
-    longer = set(middle_first[:extra])
-    return tuple(each + (stage in longer) for stage in range(layout.pp))
+    vocabulary_elements = spec.vocab_size * spec.hidden_size
+    return partition(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=vocabulary_elements)
+
+
+@lru_cache(maxsize=16)
+def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
+    """Weight elements of each layer."""
+    whole = _everything(spec)
+    return tuple(
+        sum(_product(parameter.shape) for parameter in _layer(spec, whole, str(layer), str(layer)))
+        for layer in range(spec.num_layers)
+    )
+
+
+def _everything(spec: ModelSpec) -> Shard:
+    """All of the model on one rank."""
+    return Shard(
+        layers=range(spec.num_layers),
+        q_heads=range(spec.num_heads),
+        kv_heads=range(spec.num_kv_heads),
+        columns=range(spec.intermediate_size),
+        vocab=range(spec.vocab_size),
+        first_stage=True,
+        last_stage=True,
+    )
 
 
 def heads(spec: ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:

@@ -57,7 +57,7 @@ def test_kv_bytes_per_token(model: ModelSpec, tp: int, expected: int) -> None:
 def test_uneven_ranks_and_stages_each_have_their_own_numbers() -> None:
     ranks = rank_memories(SMOLLM2, Layout(tp=2, pp=4))
     assert [rank.kv_bytes_per_token for rank in ranks] == [
-        2 * layers * kv_heads * 64 * 2 for layers in (7, 8, 8, 7) for kv_heads in (2, 1)
+        2 * layers * kv_heads * 64 * 2 for layers in (9, 10, 9, 2) for kv_heads in (2, 1)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from placement.shards import (
     vocabulary,
     weight_elements,
 )
+from placement.stages import partition
 
 quick = settings(deadline=None, max_examples=80)
 
@@ -198,10 +200,34 @@ def test_a_split_of_layers_by_hand_is_kept() -> None:
     assert [own.layers for _, own in every_rank(toy(), layout)] == [range(0, 1), range(1, 4), range(4, 5)]
 
 
-def test_the_remainder_goes_to_the_middle_stages() -> None:
-    assert stage_layers(SMOLLM2, Layout(pp=4)) == (7, 8, 8, 7)
-    assert stage_layers(SMOLLM2, Layout(pp=7)) == (4, 5, 5, 4, 4, 4, 4)
+def test_the_head_counts_as_the_layers_it_weighs() -> None:
+    """The head of SmolLM2 weighs eight of its layers."""
+    assert stage_layers(SMOLLM2, Layout(pp=2)) == (19, 11)
+    assert stage_layers(SMOLLM2, Layout(pp=3)) == (12, 13, 5)
+    assert stage_layers(SMOLLM2, Layout(pp=4)) == (9, 10, 9, 2)
     assert stage_layers(toy(), Layout(pp=2)) == (3, 2)
+    assert stage_layers(toy(num_layers=7), Layout(pp=3)) == (2, 3, 2), "the first stage holds the embedding as well"
+
+
+@quick
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9).map(tuple), st.data(), st.integers(0, 40), st.integers(0, 40))
+def test_no_split_has_a_smaller_largest_stage(layers: tuple[int, ...], data: st.DataObject, embedding: int, head: int) -> None:
+    stages = data.draw(st.integers(1, len(layers)))
+
+    def rank(split: tuple[int, ...]) -> tuple[int, int, int]:
+        stops = list(accumulate(split))
+        reads = [sum(layers[stop - count : stop]) for count, stop in zip(split, stops, strict=True)]
+        reads[-1] += head
+        holds = [reads[0] + embedding, *reads[1:]]
+        return max(reads), sum(each**2 for each in reads), sum(each**2 for each in holds)
+
+    every = [
+        tuple(stop - start for start, stop in pairwise((0, *cuts, len(layers))))
+        for cuts in combinations(range(1, len(layers)), stages - 1)
+    ]
+    found = partition(layers, stages, embedding, head)
+    assert len(found) == stages
+    assert rank(found) == min(map(rank, every))
 
 
 def test_deal() -> None:
@@ -239,8 +265,8 @@ def test_smollm2_on_five_ranks_holds_two_kv_heads_twice() -> None:
 def test_smollm2_on_two_stages_has_its_tied_embedding_on_both() -> None:
     names = [[parameter.name for parameter in parameters(SMOLLM2, own)] for _, own in every_rank(SMOLLM2, Layout(pp=2))]
     assert names[0][:2] == ["embed.weight", "layers.0.input_norm.weight"]
-    assert names[0][-1] == "layers.14.mlp.down.weight"
-    assert names[1][0] == "layers.15.input_norm.weight"
+    assert names[0][-1] == "layers.18.mlp.down.weight"
+    assert names[1][0] == "layers.19.input_norm.weight"
     assert names[1][-2:] == ["norm.weight", "head.weight"]
     [head] = [p for _, own in every_rank(SMOLLM2, Layout(pp=2)) for p in parameters(SMOLLM2, own) if p.name == "head.weight"]
     assert head.shape == (49152, 576)
