@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from typing import Any
 
 from ray.exceptions import RayError
@@ -59,7 +60,9 @@ class HandleBackend:
     async def _ask(self, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
         receiver = self._listening()
         events = receiver.open(request.request_id)
-        call = self._generate.remote(request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
+        # In a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
+        # by id loses all but one of those that wait at once (a request for several choices makes several calls).
+        call = Context().run(self._generate.remote, request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
         watch = asyncio.create_task(_watch(call, request, events))
         finished = False
         try:
