@@ -35,10 +35,12 @@ class RowShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The rows of a step, in its order, and the type of hidden states on the wire."""
+    """The rows of a step, in its order, and the type of hidden states, keys and values on the wire."""
 
     rows: tuple[RowShape, ...]
     dtype: DType = "bfloat16"
+    block_size: int = 16
+    """Tokens of a KV block: the unit in which owners share out a sequence."""
 
     @classmethod
     def of(

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 from placement import sequence_parallel
 from placement.collectives import Entry, all_gather, all_reduce, recv, reduce_scatter, send
+from placement.context import spans
+from placement.context_traffic import context
 from placement.dealing import deal
 from placement.layout import Layout
 from placement.mesh import Coords, coords
@@ -45,7 +47,8 @@ class Seat:
     @property
     def query_lens(self) -> list[int]:
         """Tokens this rank runs of each row."""
-        return [row.tokens for row in self.step.rows]
+        cp, cp_rank = self.layout.cp, self.at.cp
+        return [sum(map(len, spans(row.context, row.tokens, cp, cp_rank))) for row in self.step.rows]
 
     @property
     def num_tokens(self) -> int:
@@ -138,6 +141,11 @@ def width_norms(seat: Seat) -> Iterator[Entry]:
         yield all_reduce("q and k norms", "tp", seat.layout.tp, seat.num_tokens * 2 * DTYPE_BYTES["float32"], calls=calls)
 
 
+def attention_context(seat: Seat) -> Iterator[Entry]:
+    """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
+    yield from context(seat.spec, seat.layout, seat.at, seat.own, seat.step)
+
+
 def attention_output(seat: Seat) -> Iterator[Entry]:
     """The output projection is row parallel: its partial sums are added, once a layer."""
     yield _sum(seat, "attention output", len(seat.own.layers))
@@ -166,8 +174,8 @@ def leaving(seat: Seat) -> Iterator[Entry]:
 
 
 def choosing(seat: Seat) -> Iterator[Entry]:
-    """The sampler's exchanges, on the last stage."""
-    if seat.own.last_stage:
+    """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row."""
+    if seat.own.last_stage and seat.at.cp == 0:
         rows = [row.choosing for row in seat.step.rows if row.choosing is not None]
         widths = [
             len(range(vocab.start, min(vocab.stop, seat.spec.vocab_size)))
@@ -192,6 +200,7 @@ REGIONS: tuple[Region, ...] = (
     embedding,
     attention_input,
     width_norms,
+    attention_context,
     attention_output,
     mlp_input,
     mlp_output,
