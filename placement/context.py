@@ -102,15 +102,14 @@ def ownership(layout: Layout, at: Coords, block_size: int, cp_rank: int | None =
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a transfer can hide behind: a rank's arithmetic (FLOP/s) and its bandwidth to the next rank (bytes/s)."""
+    """What a transfer can hide behind: a rank's arithmetic (FLOP/s), and its bandwidth to the next rank (bytes/s)."""
 
     flops: float
     bytes_per_s: float
+    element_bytes: int = 2
 
 
-def passes_kv(
-    new: int, cached: int, q_heads: int, kv_heads: int, cp: int, element_bytes: int, overlap: Overlap | None = None
-) -> bool:
+def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overlap: Overlap | None = None) -> bool:
     """Whether the cached keys and values of a split row travel to its queries (else the queries travel to them).
 
     The rule of Yang et al. 2024 (arXiv 2411.01783): the KV travels where it is no larger than the queries,
@@ -121,5 +120,5 @@ def passes_kv(
     share = new / (new + cached)
     if overlap is None:
         return share >= kv_heads / q_heads
-    hidden_from = cp * overlap.flops * kv_heads * element_bytes / (2 * q_heads * overlap.bytes_per_s)
+    hidden_from = cp * overlap.flops * kv_heads * overlap.element_bytes / (2 * q_heads * overlap.bytes_per_s)
     return share >= 2 * kv_heads / q_heads or new >= hidden_from

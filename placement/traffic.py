@@ -189,6 +189,10 @@ def telling(seat: Seat) -> Iterator[Entry]:
     engine. They are taken when a later step needs them, and counted here."""
     rows, stages = sum(row.choosing is not None for row in seat.step.rows), seat.layout.pp
     if rows and seat.own.last_stage:
+        if seat.at.cp == 0:
+            yield send("token feedback", "cp", seat.layout.cp, 8 * rows, seat.layout.cp - 1)
+        else:
+            yield recv("token feedback", "cp", seat.layout.cp, 8 * rows)
         yield send("token feedback", "pp", stages, 8 * rows, stages - 1)
     elif rows:
         yield recv("token feedback", "pp", stages, 8 * rows)
