@@ -104,6 +104,45 @@ def test_a_nested_text_config(folder: Path) -> None:
     assert (spec.family, spec.tie_embeddings, spec.dtype) == ("llama", True, "bfloat16")
 
 
+def test_what_the_newer_families_are(folder: Path) -> None:
+    names = ("gemma2", "gemma3_text", "phi3", "glm", "glm4", "olmo2", "smollm3")
+    specs = {name: read(write(folder, model_type=name, num_attention_heads=8, num_key_value_heads=4)) for name in names}
+    gemma2, gemma3, phi3, glm, glm4, olmo2, smollm3 = specs.values()
+    assert (gemma2.norms, gemma2.norm_offset, gemma2.embedding_scale, gemma2.activation) == ("sandwich", 1.0, 8.0, "gelu_tanh")
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.scores_scale) == (50.0, 30.0, 1 / 16)
+    assert (gemma2.windows, gemma2.local_rope, gemma2.tie_embeddings) == ((4096, None, 4096, None), None, True)
+    assert (gemma3.attention_softcap, gemma3.logit_softcap, gemma3.qk_norm) == (None, None, "head")
+    assert [gemma3.rope_of(layer) for layer in (0, 3)] == [RopeSpec(), RopeSpec()]
+    assert (gemma3.rope, gemma3.local_rope) == (RopeSpec(theta=1e6), RopeSpec(theta=1e4))
+    assert (phi3.fused_qkv, phi3.fused_gate_up, phi3.qkv_bias, phi3.windows) == (True, True, False, (None,) * 4)
+    assert (glm.fused_qkv, glm.fused_gate_up, glm.qkv_bias, glm.o_bias, glm.norms) == (False, True, True, False, "pre")
+    assert (glm4.norms, glm4.rope) == ("sandwich_glm", RopeSpec(rotary_dims=64, interleaved=True))
+    assert (olmo2.norms, olmo2.qk_norm, olmo2.norm_eps) == ("post", "width", 1e-5)
+    assert (smollm3.unrotated_layers, smollm3.rope.theta) == ((3,), 2e6)
+    assert [smollm3.rope_of(layer) is None for layer in range(4)] == [False, False, False, True]
+
+
+def test_a_dynamic_rope_makes_room(folder: Path) -> None:
+    spec = read(write(folder, rope_scaling={"type": "dynamic", "factor": 2.5}, max_position_embeddings=100))
+    assert (spec.max_position, spec.rope.original_max_position) == (250, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar is 0"]),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, ["sliding_window_pattern is 0"]),
+        ({"model_type": "gemma2", "hidden_activation": "relu"}, ["hidden_activation is 'relu'", "silu"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["no_rope_layers names 2 layers", "num_hidden_layers is 4"]),
+        ({"model_type": "glm4", "partial_rotary_factor": 0.3, "head_dim": 10}, ["rotary_dims=3 is odd"]),
+    ],
+)
+def test_bad_fields_of_the_newer_families(folder: Path, changes: dict[str, object], parts: list[str]) -> None:
+    text = refusal(write(folder, **{"num_key_value_heads": 4, **changes}))
+    assert all(part in text for part in ["config.json", *parts])
+
+
 # Windows
 
 

@@ -112,6 +112,51 @@ def test_llama3_rope_is_told_from_its_divisors(tmp_path: Path, factor: float) ->
     assert "rope_freqs.weight does not hold Llama 3's" in refusal(path)
 
 
+def test_gemma_files_leave_much_to_the_architecture(tmp_path: Path) -> None:
+    gemma2 = read(write(tmp_path / "a.gguf", "gemma2"))
+    assert (gemma2.windows, gemma2.attention_softcap, gemma2.logit_softcap) == ((4096, None, 4096), 50.0, 30.0)
+    assert (gemma2.norms, gemma2.norm_offset, gemma2.embedding_scale, gemma2.activation) == ("sandwich", 1.0, 8.0, "gelu_tanh")
+    assert gemma2.scores_scale == HEAD_DIM**-0.5
+    sizes = {"block_count": 62, "attention.head_count": 8, "attention.key_length": 16, "attention.value_length": 16}
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 32}
+    gemma3 = read(write(tmp_path / "b.gguf", "gemma3", {**sizes, **scaling}))
+    assert (gemma3.windows[4:7], gemma3.attention_softcap, gemma3.qk_norm) == ((32, None, 32), None, "head")
+    assert gemma3.scores_scale == (HIDDEN / 8) ** -0.5, "the largest one scales by another size"
+    assert (gemma3.rope_of(5), gemma3.rope_of(4)) == (RopeSpec(kind="linear", factor=8.0), RopeSpec())
+
+
+def test_phi3_files_hold_their_rope_in_tensors(tmp_path: Path) -> None:
+    factors = {f"rope_factors_{name}.weight": np.full(6, size, np.float32) for name, size in (("short", 1.5), ("long", 4.0))}
+    fused = {
+        "blk.0.attn_qkv.weight": np.zeros((128, HIDDEN), np.float16),
+        "blk.0.ffn_up.weight": np.zeros((192, HIDDEN), np.float16),
+    }
+    fields = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.25}
+    spec = read(write(tmp_path / "m.gguf", "phi3", {**fields, "attention.sliding_window": 0}, tensors={**factors, **fused}))
+    assert (spec.fused_qkv, spec.fused_gate_up, spec.windows) == (True, True, (None,) * 3)
+    assert spec.rope == RopeSpec(
+        kind="longrope",
+        factor=4.0,
+        original_max_position=128,
+        attention_factor=1.25,
+        short_factor=(1.5,) * 6,
+        long_factor=(4.0,) * 6,
+        rotary_dims=12,
+    )
+    del factors["rope_factors_short.weight"]
+    assert "rope_factors_short.weight must hold 6 numbers" in refusal(
+        write(tmp_path / "n.gguf", "phi3", fields, tensors=factors)
+    )
+
+
+def test_glm4_olmo2_and_smollm3_files(tmp_path: Path) -> None:
+    glm4 = read(write(tmp_path / "a.gguf", "glm4", {"rope.dimension_count": 8}))
+    assert (glm4.norms, glm4.rope) == ("sandwich_glm", RopeSpec(rotary_dims=8, interleaved=True))
+    olmo2 = read(write(tmp_path / "b.gguf", "olmo2"))
+    assert (olmo2.norms, olmo2.qk_norm) == ("post", "width")
+    assert read(write(tmp_path / "c.gguf", "smollm3", {"block_count": 9})).unrotated_layers == (3, 7)
+
+
 @pytest.mark.parametrize(
     ("arch", "changes", "drop", "parts"),
     [
