@@ -115,6 +115,8 @@ def test_unknown_kinds_are_refused_by_name(change, named):
         ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
         ("llama-bpe", "IT'S 12345\n\n  x", ["IT", "'S", " ", "123", "45", "\n\n", " ", " x"]),
         ("qwen2", "y=12;\n", ["y", "=", "1", "2", ";\n"]),
+        ("glm4", "y=1234;\n", ["y", "=", "123", "4", ";\n"]),
+        ("smaug-bpe", "I'm 12", ["I", "'m", " ", "12"]),
     ],
 )
 def test_words_by_rule(rule, text, words):
