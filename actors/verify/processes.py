@@ -40,14 +40,14 @@ class Workers:
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self.processes = []
         for number in range(count):
             here, there = context.Pipe()
             process = context.Process(target=work, args=(there,), name=f"verify-{number}", daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
-            self._processes.append(process)
+            self.processes.append(process)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +69,7 @@ class Workers:
                 with suppress(OSError):  # it may have ended already
                     pipe.send_bytes(QUIT)
                 pipe.close()
-        for process in self._processes:
+        for process in self.processes:
             process.join(_QUIT_S)
             if process.is_alive():
                 process.kill()
@@ -87,7 +87,7 @@ class _ProcessRanks:
         rendezvous = Rendezvous(token=token, nodes=local, hosts=local, store_port=port)
         for rank, pipe in enumerate(pipes):
             start = Start(config=config.model_copy(update={"world_rank": rank}), rendezvous=rendezvous, num_blocks=num_blocks)
-            pipe.send_bytes(START + start.model_dump_json().encode())
+            _post(pipe, rank, START + start.model_dump_json().encode())
         try:
             for rank in range(len(pipes)):
                 self._inbox.next(rank, READY, _START_S)
@@ -97,27 +97,34 @@ class _ProcessRanks:
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
         results = flow(plans, self._in_flight, self._send, self._receive)
-        for pipe in self._pipes:
-            pipe.send_bytes(TAKE)
+        for rank, pipe in enumerate(self._pipes):
+            _post(pipe, rank, TAKE)
         records = [unpack_records(self._inbox.next(rank, RECORDS, STEP_S)) for rank in range(len(self._pipes))]
         return Ran(results, records)
 
     def close(self) -> None:
         """Free the workers. A rank that failed has ended by itself and will not mind the goodbye."""
-        with suppress(OSError):
-            for pipe in self._pipes:
-                pipe.send_bytes(BYE)
+        for rank, pipe in enumerate(self._pipes):
+            with suppress(LinkError):
+                _post(pipe, rank, BYE)
         for rank in range(len(self._pipes)):
             with suppress(LinkError):
                 self._inbox.last(rank, _QUIT_S)
 
     def _send(self, plan: StepPlan) -> None:
         data = PLAN + plan.pack()
-        for pipe in self._pipes:
-            pipe.send_bytes(data)
+        for rank, pipe in enumerate(self._pipes):
+            _post(pipe, rank, data)
 
     def _receive(self) -> StepResult:
         return StepResult.unpack(self._inbox.next(self._leader, RESULT, STEP_S))
+
+
+def _post(pipe: Connection, rank: int, data: bytes) -> None:
+    try:
+        pipe.send_bytes(data)
+    except OSError as error:
+        raise LinkError(f"rank {rank} failed: its process has ended") from error
 
 
 class _Inbox:
