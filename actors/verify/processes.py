@@ -38,7 +38,9 @@ class Workers:
     """`count` processes, each one rank at a time. Use it in a ``with``."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A fork server imports torch once for all workers; it runs nothing, so there are no threads to lose in a fork.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["actors.verify.worker"])
         self._pipes: list[Connection] = []
         self.processes = []
         for number in range(count):
