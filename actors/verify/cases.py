@@ -13,7 +13,7 @@ Tokens are given, not sampled (teacher forcing), so every case must arrive at th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
@@ -57,9 +57,13 @@ class Case:
     plans: tuple[StepPlan, ...]
 
 
-def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int) -> Case:
-    """The case `kind` of `KINDS`. `number` tells the sequences of one case from those of another on the same ranks."""
-    script = _Script(texts, pool, number, score=kind == "prefill")
+def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int, certain: Container[tuple[int, int]] = ()) -> Case:
+    """The case `kind` of `KINDS`. `number` tells the sequences of one case from those of another on the same ranks.
+
+    `certain`: (text, position) after which no rounding changes the greedy token. There ``decode`` lets the ranks continue
+    with what they sampled themselves, as an engine that is a step ahead of its results does.
+    """
+    script = _Script(texts, pool, number, score=kind == "prefill", certain=certain if kind == "decode" else ())
     {"prefill": _prefill, "chunked": _chunked, "decode": _decode, "prefix": _prefix, "mixed": _mixed}[kind](script)
     return Case(kind, script.end())
 
@@ -109,8 +113,10 @@ class _Held:
 class _Script:
     """Writes plans as an engine would: sequences start with their prompt, later tokens are appended when they are run."""
 
-    def __init__(self, texts: Sequence[Text], pool: Pool, number: int, score: bool) -> None:
-        self.texts, self.pool = texts, pool
+    def __init__(
+        self, texts: Sequence[Text], pool: Pool, number: int, score: bool, certain: Container[tuple[int, int]] = ()
+    ) -> None:
+        self.texts, self.pool, self._certain = texts, pool, certain
         self.random = random.Random(number)
         self._scoring = SamplingParams(temperature=0.0, prompt_logprobs=0 if score else None)
         self._next_id = 1000 * number * len(texts)
@@ -168,12 +174,14 @@ class _Script:
         had = 0 if held.fresh else len(held.blocks)
         while len(held.blocks) < self.pool.blocks_for(end):
             held.blocks.append(self._free[len(held.blocks) % self.pool.owners].pop())
+        own_choice = append and start == held.known and count == 1 and (index, start - 1) in self._certain
         held.known, held.done = max(held.known, end), end
         return Row(
             sequence_id=held.sequence_id,
             start=start,
             count=count,
-            append=append,
+            append=[] if own_choice else append,
+            append_sampled=bool(own_choice),
             new_blocks=held.blocks[had:],
             sample=end >= text.prompt_length,
         )

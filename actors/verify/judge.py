@@ -53,6 +53,15 @@ def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
     return Tolerance("bfloat16", 2 * one_rank.logits + 1e-2, layers, text)
 
 
+def certain_choices(measure: Measure, tolerance: Tolerance) -> set[tuple[int, int]]:
+    """(text, position) after which the best token is clear even at an error as large as the tolerance."""
+    best = torch.topk(measure.logits, 2, -1).values
+    clear = iter((best[:, 0] - best[:, 1] > _MARGIN * tolerance.logits).tolist())
+    return {
+        (index, position) for index, text in enumerate(measure.texts) for position in range(len(text.tokens)) if next(clear)
+    }
+
+
 def judge(case: Case, measure: Measure, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
     """The verdict on one case."""
     choices = _choices(case, measure, ran.results, found.logits)

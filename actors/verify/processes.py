@@ -82,7 +82,7 @@ class _ProcessRanks:
     """`Ranks` on lent workers."""
 
     def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int) -> None:
-        self._inbox = _Inbox(pipes)
+        self._inbox, self._sent = _Inbox(pipes), 0
         self._pipes, self._in_flight, self._leader = pipes, config.layout.pp, mesh.leader(config.layout)
         token, local = f"verify{secrets.token_hex(6)}", ("127.0.0.1",) * config.layout.world
         self._store, port = serve_store(token)
@@ -98,7 +98,8 @@ class _ProcessRanks:
             raise
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
-        results = flow(plans, self._in_flight, self._send, self._receive)
+        results = flow(plans, self._sent, self._in_flight, self._send, self._receive)
+        self._sent += len(plans)
         for rank, pipe in enumerate(self._pipes):
             _post(pipe, rank, TAKE)
         records = [unpack_records(self._inbox.next(rank, RECORDS, STEP_S)) for rank in range(len(self._pipes))]

@@ -58,7 +58,7 @@ class WatchedThreads:
         self._ranks = ThreadRanks(config, num_blocks, attach, timeout_s=STEP_S)
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
-        results = flow(plans, self._in_flight, self._ranks.send, lambda: self._ranks.receive(STEP_S))
+        results = flow(plans, self._sent, self._in_flight, self._ranks.send, lambda: self._ranks.receive(STEP_S))
         self._sent += len(plans)
         self._wait_for_all()
         return Ran(results, [recorder.take() for recorder in self._recorders])
@@ -81,14 +81,18 @@ class WatchedThreads:
 
 
 def flow(
-    plans: Sequence[StepPlan], in_flight: int, send: Callable[[StepPlan], None], receive: Callable[[], StepResult]
+    plans: Sequence[StepPlan],
+    first_step: int,
+    in_flight: int,
+    send: Callable[[StepPlan], None],
+    receive: Callable[[], StepResult],
 ) -> list[StepResult]:
-    """Send all plans, never more than `in_flight` ahead of their results."""
+    """Send all plans, never more than `in_flight` ahead of their results, with steps numbered on from `first_step`."""
     results: list[StepResult] = []
     for number, plan in enumerate(plans):
         if number - len(results) >= in_flight:
             results.append(receive())
-        send(plan)
+        send(plan.model_copy(update={"step": first_step + number, "settled": first_step + len(results) - 1}))
     while len(results) < len(plans):
         results.append(receive())
     return results

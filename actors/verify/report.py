@@ -76,6 +76,7 @@ class Report(_Value):
     """bfloat16: error of one rank against one rank in float32."""
     greedy_match: bool
     departs: Departure | None = None
+    """That of the first case that is a fault. None there: all layers agree, and the tokens chosen are at fault."""
     largest_logit: float
     prompts: tuple[int, ...]
     """Lengths in tokens."""

@@ -21,7 +21,7 @@ from actors.config import RankConfig
 from actors.engine.link import LinkError
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
-from actors.verify.judge import Tolerance, bfloat16_tolerance, float32_tolerance, judge
+from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
 from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
@@ -96,11 +96,12 @@ class Verification:
         layout = self._config.layout
         pool = Pool(self._config.block_size, layout.cp * layout.dcp)
         config = self._config.model_copy(update={"dtype": dtype})
+        certain = certain_choices(measure, tolerance)
         reports: list[CaseReport] = []
         with closing(self._start(config, pool.num_blocks(texts))) as ranks:
             for number, kind in enumerate(self._kinds):
                 self._say(f"{layout}, {dtype}, {kind}")
-                case = make_case(kind, texts, pool, number + 1)
+                case = make_case(kind, texts, pool, number + 1, certain)
                 try:
                     runs = [ranks.run(case.plans) for _ in range(_REPEATED)]
                 except LinkError as error:
@@ -130,7 +131,7 @@ class Verification:
             tolerance_from=tolerance.text,
             one_rank_error=None if one_rank is None else one_rank.logits,
             greedy_match=all(case.greedy_match for case in cases),
-            departs=next((case.departs for case in cases if case.departs is not None), None),
+            departs=next((case.departs for case in cases if case.verdict == "fault"), None),
             largest_logit=measure.largest_logit,
             prompts=tuple(text.prompt_length for text in texts),
             generated=self._generate,

@@ -16,6 +16,7 @@ from actors.assembly import Parts
 from actors.model.layers import RowParallel, VocabularyHead, linear
 from actors.model.regions import Region, Scattered
 from actors.model.rope import Rope
+from actors.pipeline import Pipeline
 from actors.sampler import Sampler
 from actors.verify.report import Report
 from placement import sequence_parallel, shards
@@ -117,6 +118,14 @@ def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fault(verify(tiny("llama2"), "pp=2"), 0)
 
 
+def test_a_sampled_token_that_reaches_the_first_stage_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pipeline.hear
+    monkeypatch.setattr(Pipeline, "hear", lambda self, through: ((at, token ^ 1) for at, token in right(self, through)))
+    report = verify(tiny("llama2"), "pp=2")
+    assert_fault(report, "embedding")
+    assert [case.name for case in report.cases if case.verdict == "fault"] == ["decode"]
+
+
 def test_positions_that_begin_anew_in_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Rope.at
     monkeypatch.setattr(Rope, "at", lambda self, positions: right(self, positions - positions[0]))
@@ -164,7 +173,7 @@ def test_a_sampler_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return [replace(choice, token=choice.token + wrong) for choice in right(self, logits, rows)]
 
     monkeypatch.setattr(Sampler, "sample", next_id)
-    report = verify(tiny("llama2"), "tp=2")
+    report = verify(tiny("llama2"), "tp=2", kinds=["prefill", "chunked"])
     assert_fault(report, None)
     assert report.max_abs_error < report.tolerance
     assert not report.greedy_match
