@@ -52,6 +52,7 @@ class Parts:
     decoder: Decoder
     cache: KVCache
     sampler: Sampler
+    pipeline: Pipeline
     runner: StepRunner
 
 
@@ -81,4 +82,4 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     runner = Runner(decoder, cache, pipeline, sampler)
-    return Parts(config, own, groups, decoder, cache, sampler, runner)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner)

@@ -31,7 +31,9 @@ class Pipeline:
     def __init__(self, pp: Group, cp: Group, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
         self.waited_s = 0.0
-        """Seconds spent waiting for other stages so far."""
+        """Seconds spent waiting for other stages so far (of the host: on CUDA a receive returns once it is queued)."""
+        self.busy_s = 0.0
+        """Seconds spent on steps so far without those; the runner adds them up."""
         self._pp, self._cp = pp, cp
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._unheard: deque[tuple[int, list[int]]] = deque()

@@ -50,8 +50,6 @@ class Runner:
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, pipeline: Pipeline, sampler: Sampler) -> None:
-        self.busy_s = 0.0
-        """Seconds spent on steps so far, without those spent waiting for other stages."""
         self._decoder, self._cache, self._pipeline, self._sampler = decoder, cache, pipeline, sampler
         self._sequences: dict[int, _Sequence] = {}
 
@@ -62,7 +60,7 @@ class Runner:
         self._apply(plan)
         result = self._run(plan)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
-        self.busy_s += seconds
+        self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
 
     def catch_up(self) -> None:

@@ -20,10 +20,14 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """
-    answers = parts.config.world_rank == mesh.leader(parts.config.layout)
+    layout, at = parts.config.layout, mesh.coords(parts.config.layout, parts.config.world_rank)
+    answers = parts.config.world_rank == mesh.leader(layout)
+    tells_time = layout.pp > 1 and parts.config.world_rank == mesh.world_rank(layout, mesh.Coords(at.pp, 0, 0, 0))
     try:
         while True:
             result = parts.runner.step(_next_plan(link))
+            if tells_time:
+                link.send_busy(at.pp, parts.pipeline.busy_s)
             if answers and result is not None:
                 link.send_result(result)
             stepped()

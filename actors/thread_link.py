@@ -17,10 +17,11 @@ class ThreadLink:
     def __init__(self, world: int) -> None:
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
         self._answers: queue.SimpleQueue[StepResult | str] = queue.SimpleQueue()
+        self.busy_s: dict[int, float] = {}
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
         """The end of one rank."""
-        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers)
+        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self.busy_s)
 
     def send(self, plan: StepPlan) -> None:
         for plans in self._plans:
@@ -44,9 +45,13 @@ class ThreadLinkEnd:
     """A rank's end: a `PlanLink`."""
 
     def __init__(
-        self, world_rank: int, plans: queue.SimpleQueue[StepPlan | None], answers: queue.SimpleQueue[StepResult | str]
+        self,
+        world_rank: int,
+        plans: queue.SimpleQueue[StepPlan | None],
+        answers: queue.SimpleQueue[StepResult | str],
+        busy_s: dict[int, float],
     ) -> None:
-        self._world_rank, self._plans, self._answers = world_rank, plans, answers
+        self._world_rank, self._plans, self._answers, self._busy_s = world_rank, plans, answers, busy_s
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
         try:
@@ -59,6 +64,9 @@ class ThreadLinkEnd:
 
     def send_result(self, result: StepResult) -> None:
         self._answers.put(result)
+
+    def send_busy(self, stage: int, seconds: float) -> None:
+        self._busy_s[stage] = seconds
 
     def send_failure(self, reason: str) -> None:
         self._answers.put(f"rank {self._world_rank} failed: {reason}")

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -49,6 +49,11 @@ class ThreadRanks:
         """`link_end` gives each rank its end of another link than this one."""
         self._link = ThreadLink(config.layout.world)
         self._threads = start_ranks(config, num_blocks, link_end or self._link.end, attach, timeout_s)
+
+    @property
+    def busy_s(self) -> Mapping[int, float]:
+        """See `RankLink.busy_s`."""
+        return self._link.busy_s
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Several may be in flight."""

@@ -5,6 +5,7 @@ The engine's thread is the only user of its end; a rank's step loop is the only 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from actors.messages import StepPlan, StepResult
@@ -31,6 +32,9 @@ class PlanLink(Protocol):
     def send_result(self, result: StepResult) -> None:
         """Answer a plan (the leader only)."""
 
+    def send_busy(self, stage: int, seconds: float) -> None:
+        """Tell how long this rank's stage has been busy so far (one rank a stage)."""
+
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on."""
 
@@ -40,6 +44,10 @@ class PlanLink(Protocol):
 
 class RankLink(Protocol):
     """The engine's end."""
+
+    @property
+    def busy_s(self) -> Mapping[int, float]:
+        """Seconds each pipeline stage has told it was busy so far; a single stage tells nothing."""
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from actors.engine.bubble import BubbleMeter
 from actors.engine.config import EngineConfig
 from actors.engine.deliveries import Deliver, Deliveries
 from actors.engine.link import LinkError, LinkTimeout, RankLink
@@ -60,6 +61,7 @@ class StepLoop:
         self._busy_since: float | None = None
         self._last_step_at: float | None = None
         self._step_seconds = 0.0
+        self._meter = BubbleMeter(config.stages)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._thread = threading.Thread(target=self._run, name="shardwright-engine", daemon=True)
 
@@ -149,6 +151,9 @@ class StepLoop:
                 last_step_at=self._last_step_at,
                 busy_since=self._busy_since,
                 step_seconds=self._step_seconds,
+                pipeline_seconds=self._meter.wall_s,
+                stage_busy_seconds=self._meter.busy_s,
+                pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
             )
 
@@ -193,6 +198,7 @@ class StepLoop:
             if plan is None:
                 return
             self._in_flight.append((plan, self._clock()))
+            self._meter.sent(self._in_flight[-1][1])
             self._link.send(plan)
 
     def _take_result(self) -> None:
@@ -205,6 +211,7 @@ class StepLoop:
             self._last_step_at = self._clock()
             self._step_seconds += self._last_step_at - sent_at
             self._recent.append(self._last_step_at - sent_at)
+            self._meter.came_back(self._last_step_at, self._link.busy_s, len(self._in_flight))
         self._deliver(events)
 
     def _receive(self) -> StepResult | None:

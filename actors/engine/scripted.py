@@ -162,6 +162,7 @@ class ScriptedLink:
         """`before_step` runs in place of the model's work: it may wait (a slow step) or raise a `LinkError` (a lost rank)."""
         self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners)
         self.is_closed = False
+        self.busy_s: dict[int, float] = {}
         self._before_step = before_step
         self._is_mute = False
         self._results: queue.SimpleQueue[bytes] = queue.SimpleQueue()

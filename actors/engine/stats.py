@@ -34,5 +34,11 @@ class EngineStats(BaseModel):
     """When the turn in progress (plan, step, delivery) began; None while there is nothing to do."""
     step_seconds: float
     """Sum of the durations of all steps, from sending the plan to its result."""
+    pipeline_seconds: float
+    """Time with plans in flight."""
+    stage_busy_seconds: float
+    """Time the pipeline's stages were busy, added up over them."""
+    pipeline_bubble: float | None
+    """Part of the latest steps' time that stages idled; None where there is one stage."""
     recent_step_s: tuple[float, ...]
     """Durations of the latest steps, oldest first."""

@@ -4,6 +4,7 @@
       ←─ HELLO  {world_rank, token}      every rank, once, before the first plan
       ─→ PLAN   StepPlan                 every rank, packed once
       ←─ RESULT StepResult               from the leader
+      ←─ BUSY   {stage, seconds}         from one rank of each of several stages, after each step
       ←─ FAILED text                     from any rank that cannot go on
       ─→ BYE                             every rank, when the engine closes
 
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
 from actors.messages import Message, StepPlan, StepResult
 
-HELLO, PLAN, RESULT, FAILED, BYE = b"H", b"P", b"R", b"F", b"B"
+HELLO, PLAN, RESULT, BUSY, FAILED, BYE = b"H", b"P", b"R", b"T", b"F", b"B"
 MAX_MESSAGE_BYTES = 1 << 28
 _M = TypeVar("_M", bound=Message)
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
@@ -39,6 +40,13 @@ class Hello(Message):
 
     world_rank: int
     token: str
+
+
+class Busy(Message):
+    """How long a stage has been busy so far."""
+
+    stage: int
+    seconds: float
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:
@@ -62,6 +70,7 @@ class ZmqEngineLink:
     def __init__(self, world: int, leader: int, token: str, bind: str = "tcp://127.0.0.1:*") -> None:
         """`leader`: the world rank that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or ``ipc://PATH``."""
         self.world, self.leader = world, leader
+        self.busy_s: dict[int, float] = {}
         self._token = token
         self._peers: dict[bytes, int] = {}
         """World rank of each peer that said a proper hello."""
@@ -118,6 +127,9 @@ class ZmqEngineLink:
             logger.warning("ignored a message of kind %r on %s from a peer that said no hello", kind, self.address)
         elif kind == FAILED:
             raise LinkError(f"rank {self._peers[peer]} failed: {data.decode('utf-8', 'replace')}")
+        elif kind == BUSY:
+            busy = _unpack(Busy, data, f"busy time of rank {self._peers[peer]}")
+            self.busy_s[busy.stage] = busy.seconds
         elif kind == RESULT and self._peers[peer] == self.leader:
             return data
         else:
@@ -164,6 +176,9 @@ class ZmqRankLink:
     def send_result(self, result: StepResult) -> None:
         """Answer a plan (the leader only)."""
         self._send(RESULT, result.pack())
+
+    def send_busy(self, stage: int, seconds: float) -> None:
+        self._send(BUSY, Busy(stage=stage, seconds=seconds).pack())
 
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on; its `receive` raises `LinkError` with `reason` at once."""

@@ -67,6 +67,9 @@ class _PipeLink:
     def send_result(self, result: StepResult) -> None:
         self._pipe.send_bytes(RESULT + result.pack())
 
+    def send_busy(self, stage: int, seconds: float) -> None:
+        """Nobody measures here."""
+
     def send_failure(self, reason: str) -> None:
         self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))
 

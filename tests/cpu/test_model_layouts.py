@@ -61,6 +61,13 @@ def test_stages_are_bit_identical_to_one_stage(tied: bool, sizes: dict[str, int]
     assert all(map(torch.equal, run(model, Layout(**sizes), SEQUENCES, SCHEDULE), expected))
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 3, "pp": 3}], ids=str)
+def test_stages_that_send_slices_are_bit_identical_to_one_stage(sizes: dict[str, int]) -> None:
+    model = tiny("llama2")
+    expected = run(model, Layout(tp=sizes["tp"]), SEQUENCES, SCHEDULE)
+    assert all(map(torch.equal, run(model, Layout(**sizes), SEQUENCES, SCHEDULE), expected))
+
+
 def test_more_stages_than_even_layers() -> None:
     model = tiny("llama2", num_hidden_layers=5)
     expected = [model.logits(tokens) for tokens in SEQUENCES]
