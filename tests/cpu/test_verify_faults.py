@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,8 @@ from actors.model.rope import Rope
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler
 from actors.verify.report import Report
-from placement import sequence_parallel, shards
+from placement import rules, sequence_parallel, shards
+from placement.layout import Layout
 from tests.tiny_models import tiny
 from tests.verifying import Tamper, verify
 
@@ -89,6 +91,20 @@ def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.Mon
     report = verify(tiny("llama2"), "tp=2", [19])
     assert_fault(report, 0)
     assert {case.name for case in report.cases if case.verdict == "fault"} >= {"chunked", "prefix"}
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "tp=4,dcp=2"])
+def test_parts_of_a_context_on_several_ranks_merged_without_their_weights(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    if rules.broken(Layout.parse(layout), tiny("llama2").spec, None):
+        pytest.skip(f"{layout} is not legal yet")
+    merging = importlib.import_module("actors.model.attention_parts")
+
+    def unweighted(parts: Any) -> tuple[Tensor, Tensor]:
+        outputs, lses = zip(*parts, strict=True)
+        return torch.stack(outputs).mean(0), torch.stack(lses).logsumexp(0)
+
+    monkeypatch.setattr(merging, "merge", unweighted)
+    assert_fault(verify(tiny("llama2"), layout, kinds=["prefill", "decode"]), 0)
 
 
 def test_a_scattered_region_that_loses_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
