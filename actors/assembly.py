@@ -18,6 +18,9 @@ import torch
 from actors.config import RankConfig
 from actors.messages import StepPlan, StepResult
 from actors.model import attention
+from actors.model.attention import AttentionBackend
+from actors.model.attention_context import ContextAttention
+from actors.model.attention_kernel import choose_partial
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
@@ -27,6 +30,7 @@ from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
 from placement import mesh, sequence_parallel, shards
+from placement.context import Place
 from placement.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +68,7 @@ def own_shard(config: RankConfig) -> Shard:
 def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
     """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
-    backend = attention.choose(device, dtype, config.block_size, softcap=config.spec.attention_softcap is not None)
+    backend = _attention(config, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
     decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from)
     source = open_source(config.model_path, config.spec)
@@ -81,5 +85,16 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     cache = KVCache(own.layers, len(own.kv_heads), num_blocks, config.block_size, spec.head_dim, dtype, device)
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
-    runner = Runner(decoder, cache, pipeline, sampler)
+    place = Place.of(config.layout, mesh.coords(config.layout, config.world_rank), config.block_size)
+    runner = Runner(decoder, cache, pipeline, sampler, groups["cp"], place)
     return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner)
+
+
+def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend:
+    """The device's own attention, or where a sequence lies on several ranks, theirs together."""
+    device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
+    softcap = config.spec.attention_softcap is not None
+    if layout.kv_owners == 1:
+        return attention.choose(device, dtype, config.block_size, softcap)
+    at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
+    return ContextAttention.of(config.spec, layout, at, groups, kernel, config.block_size)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,9 +19,12 @@ from torch import Tensor
 from actors.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
 from actors.model.batch import Batch
 from actors.model.decoder import Decoder
+from actors.model.group import Group
+from actors.model.groups.solo import SoloGroup
 from actors.model.kv_cache import KVCache
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
+from placement.context import Place, is_split, restored_order
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
@@ -46,11 +50,23 @@ class _Sequence:
 class Runner:
     """Runs plans on one rank: one stage of one tensor-parallel slice, with its KV pages.
 
-    Only the last stage samples; all its tp ranks do, and find the same tokens.
+    `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
+    samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, pipeline: Pipeline, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        pipeline: Pipeline,
+        sampler: Sampler,
+        context: Group | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """`context` and `place`: not given, this rank has every position to itself."""
         self._decoder, self._cache, self._pipeline, self._sampler = decoder, cache, pipeline, sampler
+        self._context = context or SoloGroup("cp")
+        self._place = place or Place(cache.block_size)
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
@@ -72,12 +88,17 @@ class Runner:
         for sequence_id in wanted:
             self._sequences[sequence_id].sampled_at = plan.step
         self._pipeline.expect(plan.step, wanted)
-        hidden = self._forward(self._batch(plan.rows))
+        batch = self._batch(plan.rows)
+        hidden = self._forward(batch)
         if hidden is None:
             return None
-        sampled = self._sample(plan.rows, hidden)
+        restored = self._restored(plan.rows, hidden)
+        if self._context.rank > 0:
+            self._note(zip(wanted, self._pipeline.tell(None, len(wanted)), strict=True))
+            return None
+        sampled = self._sample(plan.rows, batch, hidden)
         self._note(zip(wanted, self._pipeline.tell([item.token for item in sampled], len(wanted)), strict=True))
-        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=self._score(plan.rows, hidden))
+        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=self._score(plan.rows, restored))
 
     def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
         for sequence_id, token in tokens:
@@ -117,22 +138,35 @@ class Runner:
             )
 
     def _batch(self, rows: list[Row]) -> Batch:
-        size = self._cache.block_size
-        sequences = [self._sequences[row.sequence_id] for row in rows]
-        spans = [range(row.start, row.start + row.count) for row in rows]
-        tokens = [token for span, held in zip(spans, sequences, strict=True) for token in held.tokens[span.start : span.stop]]
-        positions = [position for span in spans for position in span]
-        slots = [held.blocks[at // size] * size + at % size for span, held in zip(spans, sequences, strict=True) for at in span]
+        """The tokens of the step that this rank runs, and where it keeps theirs."""
+        place, mine = self._place, self._place.ownership()
+        held = [self._sequences[row.sequence_id] for row in rows]
+        blocks = [mine.blocks(sequence.blocks) for sequence in held]
+        spans = [place.spans(row.start, row.count) for row in rows]
+        lens = [sum(map(len, runs)) for runs in spans]
         return Batch(
-            token_ids=self._tensor(tokens),
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            query_lens=[row.count for row in rows],
+            token_ids=self._tensor(
+                [t for s, runs in zip(held, spans, strict=True) for r in runs for t in s.tokens[r.start : r.stop]]
+            ),
+            positions=self._tensor([position for runs in spans for run in runs for position in run]),
+            slots=self._tensor(self._slots(rows, blocks)),
+            query_lens=lens,
             context_lens=[row.start for row in rows],
-            block_tables=[held.blocks for held in sequences],
-            output_rows=self._tensor([last for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]),
-            rope_lens=[held.rope_length for held in sequences],
+            block_tables=blocks,
+            output_rows=self._tensor([last for row, last in zip(rows, _last_rows(lens), strict=True) if row.sample]),
+            new_lens=[row.count for row in rows],
+            rope_lens=[sequence.rope_length for sequence in held],
         )
+
+    def _slots(self, rows: list[Row], blocks: list[list[int]]) -> list[int]:
+        """Of every token this rank runs; -1 where it is not kept here, or (in a split row) stored as it comes by."""
+        place, mine, slots = self._place, self._place.ownership(), list[int]()
+        for row, own in zip(rows, blocks, strict=True):
+            if is_split(row.count, place.cp):
+                slots += [-1] * sum(map(len, place.spans(row.start, row.count)))
+            else:
+                slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
+        return slots
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states `[tokens, hidden]` of the last stage; None on the others, which send theirs on."""
@@ -143,8 +177,18 @@ class Runner:
         self._pipeline.send(hidden)
         return None
 
-    def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
-        wanted = [(row, last) for row, last in zip(rows, _last_rows(rows), strict=True) if row.sample]
+    def _restored(self, rows: list[Row], hidden: Tensor) -> Tensor:
+        """`hidden` with every token of the step in plan order, where prompts are scored: joined over cp if a row is split."""
+        cp = self._place.cp
+        is_scored = any(_scored(row, self._sequences[row.sequence_id]) for row in rows)
+        if not (is_scored and any(is_split(row.count, cp) for row in rows)):
+            return hidden
+        counts = [row.count for row in rows]
+        sizes = [sum(len(run) for row in rows for run in self._place.spans(0, row.count, rank)) for rank in range(cp)]
+        return self._context.all_gather(hidden, sizes)[self._tensor(restored_order(counts, cp))]
+
+    def _sample(self, rows: list[Row], batch: Batch, hidden: Tensor) -> list[Sampled]:
+        wanted = [(row, last) for row, last in zip(rows, _last_rows(batch.query_lens), strict=True) if row.sample]
         if not wanted:
             return []
         logits = self._decoder.logits(hidden[self._tensor([last for _, last in wanted])])
@@ -158,11 +202,10 @@ class Runner:
     def _score(self, rows: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
         """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``."""
         scored = []
-        for row, last in zip(rows, _last_rows(rows), strict=True):
+        for row, last in zip(rows, _last_rows([row.count for row in rows]), strict=True):
             held = self._sequences[row.sequence_id]
-            top = held.sampling.prompt_logprobs
-            count = min(row.start + row.count, held.prompt_length - 1) - row.start
-            if top is None or count < 1:
+            top, count = held.sampling.prompt_logprobs, _scored(row, held)
+            if top is None or count == 0:
                 continue
             first = last - row.count + 1
             entries = []
@@ -182,13 +225,16 @@ def _begin(start: SequenceStart) -> _Sequence:
     return _Sequence(list(start.tokens), start.prompt_length, rope_length, start.sampling)
 
 
-def _last_rows(rows: list[Row]) -> list[int]:
-    """Index in the step of each sequence's last token."""
-    ends, total = [], 0
-    for row in rows:
-        total += row.count
-        ends.append(total - 1)
-    return ends
+def _scored(row: Row, held: _Sequence) -> int:
+    """Tokens of a row whose successors in the prompt are to be scored."""
+    if held.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(row.start + row.count, held.prompt_length - 1) - row.start)
+
+
+def _last_rows(counts: list[int]) -> list[int]:
+    """Index of each sequence's last token, of sequences with `counts` tokens laid end to end."""
+    return [end - 1 for end in accumulate(counts)]
 
 
 def _parts(total: int, size: int) -> Iterator[range]:

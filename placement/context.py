@@ -23,6 +23,7 @@ lies where any sequence with that prefix expects it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -58,13 +59,19 @@ def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:
     return tuple(range(start + chunk.start, start + chunk.stop) for chunk in zigzag(count, cp)[cp_rank])
 
 
-def restored_order(new_tokens: int, cp: int) -> list[int]:
-    """Where each new token of a split row, in order, is found once the ranks' tokens are joined in rank order."""
-    joined = [token for pair in zigzag(new_tokens, cp) for chunk in pair for token in chunk]
-    order = [0] * new_tokens
-    for at, token in enumerate(joined):
-        order[token] = at
-    return order
+def restored_order(rows: Sequence[int], cp: int) -> list[int]:
+    """Where each new token of a step is found once the ranks' tokens are joined in rank order.
+
+    `rows`: new tokens of each row. Of a row that every rank runs, the copy of rank 0 is taken.
+    """
+    order: dict[tuple[int, int], int] = {}
+    joined = 0
+    for rank in range(cp):
+        for row, count in enumerate(rows):
+            for token in (token for span in spans(0, count, cp, rank) for token in span):
+                order.setdefault((row, token), joined)
+                joined += 1
+    return [order[row, token] for row, count in enumerate(rows) for token in range(count)]
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,10 @@ class Ownership:
         local = np.arange(self.length(tokens), dtype=np.int64)
         return (local // self.block_size * self.owners + self.owner) * self.block_size + local % self.block_size
 
+    def blocks(self, table: list[int]) -> list[int]:
+        """This owner's blocks of a sequence's whole block table."""
+        return table[self.owner :: self.owners]
+
     def slot(self, position: int, blocks: list[int]) -> int:
         """The cache slot of a position, given this owner's blocks of the sequence; -1 where it is another owner's."""
         block = position // self.block_size
@@ -94,10 +105,28 @@ class Ownership:
         return blocks[block // self.owners] * self.block_size + position % self.block_size
 
 
-def ownership(layout: Layout, at: Coords, block_size: int, cp_rank: int | None = None) -> Ownership:
-    """The share of the rank at `at` (or of the one with another `cp_rank` beside it)."""
-    cp = at.cp if cp_rank is None else cp_rank
-    return Ownership(layout.kv_owners, cp * layout.dcp + at.tp % layout.dcp, block_size)
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that share a sequence: on cp, and on dcp inside its tp group."""
+
+    block_size: int
+    cp: int = 1
+    cp_rank: int = 0
+    dcp: int = 1
+    dcp_rank: int = 0
+
+    @classmethod
+    def of(cls, layout: Layout, at: Coords, block_size: int) -> Place:
+        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp)
+
+    def ownership(self, cp_rank: int | None = None) -> Ownership:
+        """What this rank keeps, or the one of `cp_rank` beside it."""
+        cp = self.cp_rank if cp_rank is None else cp_rank
+        return Ownership(self.cp * self.dcp, cp * self.dcp + self.dcp_rank, self.block_size)
+
+    def spans(self, start: int, count: int, cp_rank: int | None = None) -> tuple[range, ...]:
+        """`spans` of this rank, or of the one of `cp_rank` beside it."""
+        return spans(start, count, self.cp, self.cp_rank if cp_rank is None else cp_rank)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,20 @@ head, one MLP column and one vocabulary row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from placement import suggestions
+from placement.dealing import Shares
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, Violation, text_of
 from placement.model_spec import ModelSpec
+from placement.shards import heads
 
 Broken = tuple[str, str]
 """(field, sentence)"""
 
-BUILT = ("replicas", "pp", "tp", "sp", "stage_layers", "tp_shares")
+BUILT = ("replicas", "pp", "cp", "tp", "dcp", "sp", "stage_layers", "tp_shares", "cp_style")
 """Fields that may differ from their default."""
 
 
@@ -102,6 +105,41 @@ def sp_has_tokens_to_split(layout: Layout, model: ModelSpec) -> Iterator[Broken]
         yield "sp", "sp=true deals the tokens of norms and residual sums over the tp ranks, but tp=1"
 
 
+def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Ranks share out the positions of a KV head only where each of them would hold that head whole."""
+    shares = layout.tp_shares if layout.tp_shares and len(layout.tp_shares) == layout.tp else None
+    legal = legal_dcp(model, layout.tp, shares) if layout.tp <= model.num_heads else [layout.dcp]
+    if layout.dcp in legal:
+        return
+    kv_heads = f"the {model.num_kv_heads} KV heads (num_key_value_heads) of the model"
+    if layout.tp <= model.num_kv_heads:
+        why = f"tp={layout.tp} is no more than {kv_heads}, so no two ranks hold the same head"
+    else:
+        holders = Counter(own.start for _, own in heads(model, layout.tp, shares)).values()
+        why = f"tp={layout.tp} puts {kv_heads} on {', '.join(map(str, holders))} ranks, and a dcp group must not span two heads"
+    sizes = f"; with tp={layout.tp} dcp can be {suggestions.sizes(legal)}" if len(legal) > 1 else ""
+    yield "dcp", f"dcp={layout.dcp} cannot be used: {why}{sizes}"
+
+
+def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
+    """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
+
+    With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
+    and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
+    of them. Query heads need not divide.
+    """
+    if tp <= model.num_kv_heads:
+        return [1]
+    holders = Counter(own.start for _, own in heads(model, tp, shares)).values()
+    return [size for size in range(1, min(holders) + 1) if all(count % size == 0 for count in holders)]
+
+
+def a_style_needs_cp(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Nothing that was asked for is dropped in silence."""
+    if layout.cp_style != "ring" and layout.cp == 1:
+        yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"
+
+
 def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
     """One slot per rank."""
     if layout.devices > cluster.slots:
@@ -130,7 +168,7 @@ def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Bro
 
 def _largest_axis(layout: Layout) -> str:
     """The axis to blame for too many devices."""
-    return max(("replicas", "pp", "tp"), key=lambda axis: int(getattr(layout, axis)))
+    return max(("replicas", "pp", "cp", "tp"), key=lambda axis: int(getattr(layout, axis)))
 
 
 MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
@@ -142,5 +180,7 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     stage_layers_add_up,
     a_share_per_tp_rank,
     sp_has_tokens_to_split,
+    dcp_groups_share_a_kv_head,
+    a_style_needs_cp,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

@@ -1,7 +1,8 @@
 """What would work instead: the legal layouts nearest to one that is not.
 
-Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with as many of the
-asked replicas as fit. One is suggested only after it passed every rule, so it can never be refused when it is tried.
+Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with the asked cp or
+halves of it, every legal dcp where one was asked for, and as many of the asked replicas as fit. One is suggested only after
+it passed every rule, so it can never be refused when it is tried.
 """
 
 from __future__ import annotations
@@ -25,11 +26,29 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
         groups = devices // tp
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
-        for pp in range(1, min(model.num_layers, groups) + 1):
-            replicas = min(asked.replicas, groups // pp)
-            # sp is kept where it was asked for and still has tokens to deal.
-            found += _with_splits(Layout(replicas=replicas, pp=pp, tp=tp, sp=asked.sp and tp > 1), asked, model)
+        for cp in (size for size in _halves(asked.cp) if size <= groups):
+            for pp in range(1, min(model.num_layers, groups // cp) + 1):
+                replicas = min(asked.replicas, groups // (pp * cp))
+                # sp is kept where it was asked for and still has tokens to deal.
+                plain = Layout(replicas=replicas, pp=pp, cp=cp, tp=tp, sp=asked.sp and tp > 1)
+                for split in _with_splits(plain, asked, model):
+                    found += _with_context(split, asked, model)
     return found
+
+
+def _halves(size: int) -> list[int]:
+    """`size`, half of it, and so on down to 1."""
+    return [size, *_halves(size // 2)] if size > 1 else [1]
+
+
+def _with_context(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+    """The candidate in the asked cp style, where it has cp, with every legal dcp, where one was asked for."""
+    # `rules` imports this module: only a late import avoids the circle.
+    from placement.rules import legal_dcp
+
+    style = asked.cp_style if candidate.cp > 1 else "ring"
+    for dcp in legal_dcp(model, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
+        yield candidate.model_copy(update={"dcp": dcp, "cp_style": style})
 
 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
@@ -89,6 +108,8 @@ def _distance(asked: Layout, other: Layout) -> tuple[int, ...]:
     return (
         abs(asked.tp - other.tp),
         abs(asked.pp - other.pp),
+        abs(asked.cp - other.cp),
+        abs(asked.dcp - other.dcp),
         abs(asked.replicas - other.replicas),
         (asked.stage_layers is None) != (other.stage_layers is None),
         (asked.tp_shares is None) != (other.tp_shares is None),

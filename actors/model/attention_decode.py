@@ -12,16 +12,19 @@ the cache; splitting larger buckets into such views was slower than the copy it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actors.model.attention_flash import flash
+from actors.model.attention_flash import flash, flash_with_lse
 from actors.model.attention_pages import Gather, Source, consecutive, source
 from actors.model.batch import Batch
 from actors.model.kv_cache import KVCache
+
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""A function like `flash_with_lse`."""
 
 _WASTE = 0.25
 _FREE_TOKENS = 64
@@ -45,9 +48,21 @@ class DecodeBucket:
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
         return flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap).reshape(rows, heads, dim)
 
+    def run_with_lse(
+        self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None, kernel: Kernel = flash_with_lse
+    ) -> tuple[Tensor, Tensor]:
+        """Output [rows, q_heads, dim] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
+        keys, values = self.keys.read(cache, layer)
+        rows, heads, dim = q.shape
+        grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
+        out, lse = kernel(grouped, keys, values, scale, mask=self.mask, softcap=softcap)
+        return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+
 
 @dataclass(frozen=True)
-class _Row:
+class DecodeRow:
+    """One query, the token `token` of the step, and the blocks its keys are in."""
+
     token: int
     blocks: list[int]
     first: int
@@ -58,25 +73,34 @@ class _Row:
 
 def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
     """Buckets that together hold every sequence with one query token."""
-    rows = sorted(_rows(batch, cache.block_size, window), key=lambda row: -len(row.blocks))
-    return [_merge_rows(bucket, cache) for bucket in _bucket(rows, cache.block_size)]
+    return bucketed(_rows(batch, cache.block_size, window), cache)
 
 
-def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[_Row]:
+def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
+    """Buckets that together hold every one of `rows`, each of which sees at least one key."""
+    longest_first = sorted(rows, key=lambda row: -len(row.blocks))
+    return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
+
+
+def decode_row(token: int, table: list[int], first: int, stop: int, block_size: int) -> DecodeRow:
+    """A row that sees the tokens ``[first, stop)`` of those that lie end to end in the blocks of `table`."""
+    skipped = first // block_size
+    return DecodeRow(token, table[skipped : -(-stop // block_size)], first - skipped * block_size, stop - skipped * block_size)
+
+
+def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[DecodeRow]:
     token = 0
     for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
         if queries == 1:
             stop = context + 1
             first = 0 if window is None else max(0, stop - window)
-            skipped = first // block_size
-            blocks = table[skipped : -(-stop // block_size)]
-            yield _Row(token, blocks, first - skipped * block_size, stop - skipped * block_size)
+            yield decode_row(token, table, first, stop, block_size)
         token += queries
 
 
-def _bucket(rows: list[_Row], block_size: int) -> list[list[_Row]]:
+def _bucket(rows: list[DecodeRow], block_size: int) -> list[list[DecodeRow]]:
     """Group rows, longest first, by the waste rule above."""
-    buckets: list[list[_Row]] = []
+    buckets: list[list[DecodeRow]] = []
     for row in rows:
         longest = len(buckets[-1][0].blocks) if buckets else 0
         padding = longest - len(row.blocks)
@@ -87,7 +111,7 @@ def _bucket(rows: list[_Row], block_size: int) -> list[list[_Row]]:
     return buckets
 
 
-def _merge_rows(bucket: list[_Row], cache: KVCache) -> DecodeBucket:
+def _merge_rows(bucket: list[DecodeRow], cache: KVCache) -> DecodeBucket:
     bucket.sort(key=lambda row: row.token)
     if len(bucket) == 1:
         row = bucket[0]
@@ -103,7 +127,7 @@ def _merge_rows(bucket: list[_Row], cache: KVCache) -> DecodeBucket:
     )
 
 
-def _mask(bucket: list[_Row], keys: int, device: torch.device) -> Tensor:
+def _mask(bucket: list[DecodeRow], keys: int, device: torch.device) -> Tensor:
     at = torch.arange(keys, device=device)
     first = torch.tensor([[row.first] for row in bucket], device=device)
     stop = torch.tensor([[row.stop] for row in bucket], device=device)

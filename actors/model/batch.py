@@ -17,6 +17,9 @@ class Batch:
         positions      [  16  17  18 |  5 ]
         query_lens     [3, 1]      context_lens  [16, 5]      block_tables [[7, 2], [4]]
         slots          [ 32  33  34 | 69 ]                    slot = block * 16 + offset in the block
+
+    With context parallelism (`placement.context`) it is what one rank runs and holds of them: of a row that is split over
+    the cp ranks its own tokens, of every block table its own blocks. `new_lens` then are the whole rows.
     """
 
     token_ids: Tensor
@@ -24,9 +27,9 @@ class Batch:
     positions: Tensor
     """[tokens] int64, true positions in the sequence."""
     slots: Tensor
-    """[tokens] int64, where each token's K and V go."""
+    """[tokens] int64, where each token's K and V go; -1 where that is another rank."""
     query_lens: list[int]
-    """Tokens of each sequence in this step, at least 1."""
+    """Tokens of each sequence that this rank runs in this step, at least 1."""
     context_lens: list[int]
     """Tokens of each sequence that are in the cache before this step."""
     block_tables: list[list[int]]
@@ -34,6 +37,12 @@ class Batch:
     """[rows] int64: tokens of the step whose logits are wanted."""
     rope_lens: list[int] = field(default_factory=list)
     """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
+    new_lens: list[int] = field(default_factory=list)
+    """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
+
+    def __post_init__(self) -> None:
+        if not self.new_lens:
+            object.__setattr__(self, "new_lens", self.query_lens)
 
     @property
     def num_tokens(self) -> int:

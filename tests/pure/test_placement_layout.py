@@ -47,6 +47,7 @@ layouts = st.builds(
     attn_dp=sizes,
     cp=sizes,
     tp=sizes,
+    dcp=sizes,
     ep=sizes,
     sp=st.booleans(),
     redundant_experts=st.integers(0, 9),
@@ -127,6 +128,9 @@ def test_no_text_breaks_the_parser(text: str) -> None:
         ("tp=5", toy()),
         ("tp=9,pp=5", toy()),
         ("tp=3", toy(num_heads=32, num_kv_heads=8)),
+        ("cp=3,tp=2,cp_style=allgather", toy()),
+        ("tp=6,dcp=2", toy()),
+        ("tp=2,cp=2,pp=2", toy()),
         ("pp=3,stage_layers=1/3/1,replicas=4", toy()),
         ("tp=2,tp_shares=3/1", toy()),
         ("tp=9,tp_shares=1000/1/1/1/1/1/1/1/0.001", toy()),
@@ -151,7 +155,9 @@ def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
         ("replicas=5,tp=2", "replicas", ["10 devices", "8 slots"]),
         ("tp=5", "tp", ["tp=5", "node0", "4 slots"]),
         ("pp=3,tp=3", "pp", ["9 devices", "8 slots"]),
-        ("cp=2", "cp", ["cp=2", "not built yet"]),
+        ("ep=2", "ep", ["ep=2", "not built yet"]),
+        ("cp=9", "cp", ["cp=9", "9 devices", "8 slots"]),
+        ("tp=4,dcp=2", "dcp", ["dcp=2", "tp=4", "the 3 KV heads", "2, 1, 1 ranks"]),
         ("sp=true", "sp", ["sp=true", "tp=1"]),
     ],
 )
@@ -270,7 +276,7 @@ print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 """
 
 _ILLEGAL = (
-    *("tp=4,dcp=2", "tp=8,dcp=4", "tp=25", "tp=9", "pp=6", "pp=9", "ep=3", "ep=2,moe_tp=2", "moe_dp=2", "cp=2", "attn_dp=2"),
+    *("tp=4,dcp=2", "tp=8,dcp=4", "tp=25", "tp=9", "pp=6", "pp=9", "ep=3", "ep=2,moe_tp=2", "moe_dp=2", "cp=9", "attn_dp=2"),
     *("replicas=9", "tp=4,pp=3", "tp=0", "tq=2", "sp=true", "redundant_experts=1", "stage_layers=5/5", "pp=2,stage_layers=2/2"),
     *("tp=3,tp_shares=2/1", "cp_style=allgather"),
 )

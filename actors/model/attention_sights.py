@@ -1,0 +1,93 @@
+"""Which keys a run of queries sees, by true positions, as kernel calls that need no mask wherever that is possible.
+
+Queries are a run of neighbouring positions; keys are any ascending positions: a chunk, the two chunks of a zig-zag rank, or
+the pages one owner holds of a sequence. Queries 6-8 over the keys of three visitors::
+
+    keys 0 1 2 | 3 4 5          all before 6: one rectangle, no mask
+    keys 3 4 5 | 6 7 8          a rectangle for 3-5, the causal triangle for 6-8
+    keys 9 10 11                nothing to do
+
+Only where a window bites, or where keys lie between the queries without being all of them, is a mask made, for
+`_QUERY_BLOCK` queries at a time and over no more keys than those can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Positions = NDArray[np.int64]
+
+_QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, 0 or -inf."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+def sights(spans: Sequence[range], keys: Positions, window: int | None, device: torch.device) -> list[Sight]:
+    """The calls that give the queries of `spans`, laid end to end, everything they see of `keys`.
+
+    A query at position p sees the keys ``[p - window + 1, p]``. Queries that see nothing are in no call.
+    """
+    if not len(keys):
+        return []
+    starts = [0, *accumulate(map(len, spans))]
+    if window is None and keys[-1] < min(span.start for span in spans):
+        return [Sight(slice(0, starts[-1]), slice(0, len(keys)))]
+    calls = []
+    for start, span in zip(starts, spans, strict=False):
+        calls += [_moved(call, start) for call in _of_span(span, keys, window, device)]
+    return calls
+
+
+def _of_span(span: range, keys: Positions, window: int | None, device: torch.device) -> Iterator[Sight]:
+    stop = int(np.searchsorted(keys, span.stop))
+    first = 0 if window is None else int(np.searchsorted(keys, span.start - window + 1))
+    if first >= stop:
+        return
+    if window is not None and keys[first] <= span.stop - 1 - window:
+        yield from _in_blocks(span, keys, window, device)
+        return
+    before = int(np.searchsorted(keys, span.start))
+    everyone = slice(0, len(span))
+    if first < before:
+        yield Sight(everyone, slice(first, before))
+    if before < stop:
+        among = slice(before, stop)
+        if stop - before == len(span):  # ascending, and as many as there are places: all of them
+            yield Sight(everyone, among, causal=True)
+        else:
+            yield Sight(everyone, among, mask=_mask(span, keys[among], window, device))
+
+
+def _in_blocks(span: range, keys: Positions, window: int, device: torch.device) -> Iterator[Sight]:
+    for start in range(0, len(span), _QUERY_BLOCK):
+        block = span[start : start + _QUERY_BLOCK]
+        seen = slice(int(np.searchsorted(keys, block.start - window + 1)), int(np.searchsorted(keys, block.stop)))
+        if seen.start < seen.stop:
+            yield Sight(slice(start, start + len(block)), seen, mask=_mask(block, keys[seen], window, device))
+
+
+def _mask(span: range, keys: Positions, window: int | None, device: torch.device) -> Tensor:
+    at = torch.arange(span.start, span.stop, device=device)[:, None]
+    key = torch.from_numpy(keys).to(device)
+    visible = key <= at if window is None else (key <= at) & (key > at - window)
+    return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[None, None]
+
+
+def _moved(call: Sight, by: int) -> Sight:
+    queries = slice(call.queries.start + by, call.queries.stop + by)
+    return Sight(queries, call.keys, call.causal, call.mask)
