@@ -11,6 +11,7 @@ import pytest
 
 from actors.engine.config import EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
+from placement.layout import Layout
 from tests.inprocess import in_process
 from tests.tiny_models import tiny
 
@@ -50,13 +51,18 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize(
     ("layout", "depth"),
-    [("", 1), ("", None), ("", 4), ("pp=2", None), ("pp=2", 1), ("pp=3", None), ("tp=2,pp=2", None), ("tp=2,pp=2,sp=true", 5)],
+    [
+        *(("", 1), ("", None), ("", 4), ("pp=2", None), ("pp=2", 1), ("pp=3", None), ("tp=2,pp=2", None)),
+        *(("tp=2,pp=2,sp=true", 5), ("cp=2", None), ("cp=2,tp=2", None), ("tp=4,dcp=2", None)),
+    ],
 )
 def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None:
     model = tiny("llama3")
     work = requests(60 if "=" in layout else 120, seed=3)
     aborted = {request.request_id for request in random.Random(4).sample(work, 12)}
-    config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24})
+    owners = Layout.parse(layout).kv_owners
+    dealt = {"num_blocks": CRAMPED.num_blocks // owners, "kv_owners": owners}
+    config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24, **dealt})
     with in_process(model, layout, config) as replica:
         waiting = [(request, replica.submit(request)) for request in work]
         for request in work:
