@@ -120,6 +120,7 @@ def test_the_drawing_of_the_module_holds() -> None:
     assert one.length(70) == 32
     assert one.positions(70).tolist() == [*range(16, 32), *range(48, 64)]
     assert Ownership(2, 0, 16).slot(64, [7, 3, 9]) == 9 * 16
+    assert [Ownership(2, owner, 16).blocks([7, 5, 3, 4, 9]) for owner in (0, 1)] == [[7, 3, 9], [5, 4]]
 
 
 @pytest.mark.parametrize("text", ["cp=2", "cp=3,tp=2", "tp=4,dcp=2", "cp=2,tp=4,dcp=2,pp=2"])
