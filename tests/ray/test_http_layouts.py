@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from placement.layout import Layout
 from tests.ray.server import serving
 from tests.tiny_models import tiny
 
-LAYOUTS = ["", "tp=2", "tp=3", "pp=2", "tp=2,pp=2", "replicas=2"]
+LAYOUTS = [
+    "",
+    "tp=2",
+    "tp=3",
+    "pp=2",
+    "tp=2,pp=2",
+    "replicas=2",
+    "tp=2,sp=true",
+    "cp=2",
+    "tp=4,dcp=2",
+    "tp=2,pp=2,cp=2,cp_style=allgather",
+]
 PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
 
 
@@ -16,7 +28,7 @@ PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
 def test_logprobs_equal_transformers(layout: str) -> None:
     model = tiny("llama3")
     with serving(str(model.folder), "--layout", layout, "--dtype", "float32") as server:
-        assert len(server.ranks()) == {"": 1, "tp=2": 2, "tp=3": 3, "pp=2": 2, "tp=2,pp=2": 4, "replicas=2": 2}[layout]
+        assert len(server.ranks()) == Layout.parse(layout).devices
         for prompt in PROMPTS:
             body = {
                 "prompt": prompt,
