@@ -21,7 +21,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from cluster import local
 from cluster.settings import ReplicaSettings
 from placement.layout import Layout
+from placement.model_spec import ModelError
+from serve_app.catalog import resolve
 from serve_app.settings import ServeArgs, replica_settings
+from serve_app.text.model_files import read_text_files
+from serve_app.text.template import TemplateError
+from serve_app.text.tokenizer import TokenizerError
 
 _POLL_S = 0.1
 _DEPLOY_TIMEOUT_S = 900.0
@@ -67,7 +72,12 @@ def _preflight(args: ServeArgs, address: str | None) -> ReplicaSettings:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
     alone = address is None and not local.configured_address() and args.device != "cuda"
     here = local.this_machine(Layout.parse(args.layout).devices) if alone else None
-    return replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
+    settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
+    try:
+        read_text_files(resolve(args.model).path)
+    except (TokenizerError, TemplateError) as error:
+        raise ModelError(str(error)) from error
+    return settings
 
 
 def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threading.Event) -> None:

@@ -64,6 +64,11 @@ def wrong_size(folder: Path) -> str:
     return "hidden_size"
 
 
+def broken_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").write_text("{not json")
+    return "tokenizer.json"
+
+
 def missing_tensor(folder: Path) -> str:
     change_tensors(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
     return "model.layers.2.mlp.up_proj.weight"
@@ -80,7 +85,7 @@ def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("spoil", [no_config, config_cut_short, unknown_architecture, wrong_size])
+@pytest.mark.parametrize("spoil", [no_config, config_cut_short, unknown_architecture, wrong_size, broken_tokenizer])
 def test_a_bad_header_is_named_before_ray_starts(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
     assert spoil(checkpoint) in refused("serve", str(checkpoint), timeout_s=ONLY_USAGE)
 
