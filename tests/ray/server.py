@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-READY_S = 120.0
+READY_S = 240.0
 END_S = 60.0
 _MARK = "SHARDWRIGHT_TEST_MARK"
 
