@@ -142,7 +142,8 @@ def _first_reason(messages: list[str]) -> str:
 
 def _ready(args: ServeArgs, layout: Layout, host: str, port: int, address: str) -> None:
     url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True})
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"messages": [question], "max_tokens": 64, "temperature": 0, "stream": True})
     print(f"\nShardwright is ready: {args.model} as {layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
 
