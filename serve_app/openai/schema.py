@@ -86,7 +86,7 @@ class GenerationFields(Fields):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     """0 and -1: off."""
     min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
