@@ -7,7 +7,6 @@ annotations`` here: Serve looks at the builder's annotation itself, and would se
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -74,7 +73,7 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
 
 def build(args: ServeArgs) -> Application:
     """The Serve application for `args`. Raises `ModelError`, `LayoutError` or `pydantic.ValidationError`."""
-    args = args if isinstance(args, ServeArgs) else ServeArgs.model_validate(_mapping(args))
+    args = ServeArgs.model_validate(args)  # a raw mapping where Serve did not look at the annotation
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
     settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
     engine: Any = serve.deployment(
@@ -101,7 +100,3 @@ def build(args: ServeArgs) -> Application:
     )
     app: Application = ingress.bind(args, engine.bind(args))
     return app
-
-
-def _mapping(args: Any) -> Mapping[str, Any]:
-    return args if isinstance(args, Mapping) else {}

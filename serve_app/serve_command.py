@@ -59,7 +59,7 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     try:
         if not stop.is_set():
-            _deploy(args, settings.layout, host, port, stop)
+            _deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, settings.layout, host, port, cluster.address)
@@ -80,7 +80,7 @@ def _preflight(args: ServeArgs, address: str | None) -> ReplicaSettings:
     return settings
 
 
-def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threading.Event) -> None:
+def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> None:
     from ray import serve
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
@@ -94,7 +94,7 @@ def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threadi
     target = RunTarget(target=build(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     deadline = time.monotonic() + _DEPLOY_TIMEOUT_S
-    with _progress(layout) as show:
+    with _progress() as show:
         while not stop.wait(_POLL_S):
             status = serve.status().applications[APP_NAME]
             show()
@@ -108,7 +108,7 @@ def _deploy(args: ServeArgs, layout: Layout, host: str, port: int, stop: threadi
 
 
 @contextmanager
-def _progress(layout: Layout) -> Iterator[Callable[[], None]]:
+def _progress() -> Iterator[Callable[[], None]]:
     """A function that draws how far each rank's loading is; rank actors are found by name."""
     from cluster.launch import rank_statuses
 
@@ -118,9 +118,10 @@ def _progress(layout: Layout) -> Iterator[Callable[[], None]]:
 
         def show() -> None:
             for name, status in rank_statuses().items():
-                task = tasks.setdefault(name, progress.add_task(name, total=None))
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name, total=None)
                 progress.update(
-                    task,
+                    tasks[name],
                     description=f"rank {name.rsplit('-', 1)[-1]} {status.state}",
                     completed=status.loaded_bytes,
                     total=status.total_bytes or None,
