@@ -18,7 +18,8 @@ from placement.layout import Layout
 from placement.memory import RankMemory, parameter_count, rank_memories
 from placement.mesh import Coords
 from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
-from placement.shards import Parameter, Shard, parameters
+from placement.pieces import Parameter
+from placement.shards import Shard, parameters
 from placement.step_shape import StepShape
 from placement.traffic import seat_of, traffic
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
+from placement.pieces import Parameter, fused, inputs, rows, whole
 from placement.stages import partition
 
 NORMS: dict[str, dict[str, str]] = {
@@ -45,9 +45,6 @@ NORMS: dict[str, dict[str, str]] = {
 }
 """Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.decoder.Layer`) and the checkpoint's."""
 
-Segment = tuple[str, int, range]
-"""Name of a source, its number of rows, the rows taken."""
-
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""
 
@@ -63,35 +60,6 @@ class Shard:
     vocab: range
     first_stage: bool
     last_stage: bool
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One slice of one checkpoint tensor and where it lands in a rank's parameter.
-
-    ``target.narrow(dim, at, len(take))`` receives ``source.narrow(dim, take.start, len(take))``.
-    `source` is the Hugging Face name of the tensor, `source_shape` its whole shape.
-    """
-
-    source: str
-    source_shape: tuple[int, ...]
-    dim: int
-    take: range
-    at: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
-        return (*self.source_shape[: self.dim], len(self.take), *self.source_shape[self.dim + 1 :])
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A rank's parameter: its local shape and the pieces that fill it. Rows no piece covers are padding, and zero."""
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
 
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
@@ -122,9 +90,9 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
     """Weight elements of each layer."""
-    whole = _everything(spec)
+    everything = _everything(spec)
     return tuple(
-        sum(_product(parameter.shape) for parameter in _layer(spec, whole, str(layer), str(layer)))
+        sum(_product(parameter.shape) for parameter in _layer(spec, everything, str(layer), str(layer)))
         for layer in range(spec.num_layers)
     )
 
@@ -179,15 +147,15 @@ def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
     """Every parameter of one rank, in the order of the forward pass."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     if own.first_stage:
-        yield _rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
+        yield rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
     for layer in own.layers:
         yield from _layer(spec, own, f"layers.{layer}", f"model.layers.{layer}")
     if own.last_stage:
-        yield _whole("norm.weight", "model.norm.weight", hidden)
+        yield whole("norm.weight", "model.norm.weight", hidden)
         if not spec.tie_embeddings:
-            yield _rows("head.weight", hidden, ("lm_head.weight", vocab, own.vocab))
+            yield rows("head.weight", hidden, ("lm_head.weight", vocab, own.vocab))
         elif not own.first_stage:
-            yield _rows("head.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
+            yield rows("head.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
 
 
 def weight_elements(spec: ModelSpec, own: Shard) -> int:
@@ -208,7 +176,7 @@ def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Para
     sources = NORMS[spec.norms]
     for name in names:
         if name in sources:
-            yield _whole(f"{here}.{name}.weight", f"{there}.{sources[name]}.weight", spec.hidden_size)
+            yield whole(f"{here}.{name}.weight", f"{there}.{sources[name]}.weight", spec.hidden_size)
 
 
 def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
@@ -217,66 +185,31 @@ def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[P
     kv_rows = range(own.kv_heads.start * dim, own.kv_heads.stop * dim)
     q_width, kv_width = spec.num_heads * dim, spec.num_kv_heads * dim
     qkv = [("q_proj", q_width, q_rows), ("k_proj", kv_width, kv_rows), ("v_proj", kv_width, kv_rows)]
-    qkv = _fused("qkv_proj", qkv) if spec.fused_qkv else qkv
-    yield _rows(f"{here}.qkv.weight", hidden, *((f"{there}.{name}.weight", rows, take) for name, rows, take in qkv))
+    qkv = fused("qkv_proj", qkv) if spec.fused_qkv else qkv
+    yield rows(f"{here}.qkv.weight", hidden, *((f"{there}.{name}.weight", size, take) for name, size, take in qkv))
     if spec.qkv_bias:
-        yield _rows(f"{here}.qkv.bias", None, *((f"{there}.{name}.bias", rows, take) for name, rows, take in qkv))
+        yield rows(f"{here}.qkv.bias", None, *((f"{there}.{name}.bias", size, take) for name, size, take in qkv))
     if spec.qk_norm == "head":
-        yield _whole(f"{here}.q_norm.weight", f"{there}.q_norm.weight", dim)
-        yield _whole(f"{here}.k_norm.weight", f"{there}.k_norm.weight", dim)
+        yield whole(f"{here}.q_norm.weight", f"{there}.q_norm.weight", dim)
+        yield whole(f"{here}.k_norm.weight", f"{there}.k_norm.weight", dim)
     if spec.qk_norm == "width":
-        yield _rows(f"{here}.q_norm.weight", None, (f"{there}.q_norm.weight", q_width, q_rows))
-        yield _rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", kv_width, kv_rows))
-    yield _inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, q_width, q_rows)
+        yield rows(f"{here}.q_norm.weight", None, (f"{there}.q_norm.weight", q_width, q_rows))
+        yield rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", kv_width, kv_rows))
+    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, q_width, q_rows)
     if spec.o_bias:
-        yield _whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
+        yield whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
 
 
 def _mlp(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
     hidden, wide = spec.hidden_size, spec.intermediate_size
     gate_up = [("gate_proj", wide, own.columns), ("up_proj", wide, own.columns)]
-    gate_up = _fused("gate_up_proj", gate_up) if spec.fused_gate_up else gate_up
-    yield _rows(f"{here}.gate_up.weight", hidden, *((f"{there}.{name}.weight", rows, take) for name, rows, take in gate_up))
+    gate_up = fused("gate_up_proj", gate_up) if spec.fused_gate_up else gate_up
+    yield rows(f"{here}.gate_up.weight", hidden, *((f"{there}.{name}.weight", size, take) for name, size, take in gate_up))
     if spec.mlp_bias:
-        yield _rows(f"{here}.gate_up.bias", None, *((f"{there}.{name}.bias", rows, take) for name, rows, take in gate_up))
-    yield _inputs(f"{here}.down.weight", f"{there}.down_proj.weight", hidden, wide, own.columns)
+        yield rows(f"{here}.gate_up.bias", None, *((f"{there}.{name}.bias", size, take) for name, size, take in gate_up))
+    yield inputs(f"{here}.down.weight", f"{there}.down_proj.weight", hidden, wide, own.columns)
     if spec.mlp_bias:
-        yield _whole(f"{here}.down.bias", f"{there}.down_proj.bias", hidden)
-
-
-def _fused(source: str, segments: list[Segment]) -> list[Segment]:
-    """The same segments where a checkpoint has them stacked in one tensor; each is sliced by itself::
-
-    qkv_proj   [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]      tp_rank 1 of 2 takes [q2 q3], [k1] and [v1]
-    """
-    starts = accumulate((rows for _, rows, _ in segments), initial=0)
-    total = sum(rows for _, rows, _ in segments)
-    return [
-        (source, total, range(start + take.start, start + take.stop))
-        for (_, _, take), start in zip(segments, starts, strict=False)
-    ]
-
-
-def _rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
-    """Slices of output rows (of a matrix with `inputs` columns, or of a bias), stacked: column parallel."""
-    tail = () if inputs is None else (inputs,)
-    starts = accumulate((len(take) for _, _, take in segments), initial=0)
-    pieces = tuple(
-        Piece(source, (rows, *tail), 0, range(take.start, min(take.stop, rows)), at)
-        for (source, rows, take), at in zip(segments, starts, strict=False)
-        if take.start < rows
-    )
-    return Parameter(name, (sum(len(take) for _, _, take in segments), *tail), pieces)
-
-
-def _inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Parameter:
-    """A slice of input columns: row parallel. Its output is a partial sum, its bias is added once, after the sum."""
-    return Parameter(name, (rows, len(take)), (Piece(source, (rows, inputs), 1, take, 0),))
-
-
-def _whole(name: str, source: str, size: int) -> Parameter:
-    """A vector every rank of the group holds."""
-    return Parameter(name, (size,), (Piece(source, (size,), 0, range(size), 0),))
+        yield whole(f"{here}.down.bias", f"{there}.down_proj.bias", hidden)
 
 
 def _block(total: int, hands: int) -> int:

@@ -22,6 +22,7 @@ from actors.sampler import Sampler
 from actors.verify.report import Report
 from placement import rules, sequence_parallel, shards
 from placement.layout import Layout
+from placement.pieces import Parameter
 from tests.tiny_models import tiny
 from tests.verifying import Tamper, verify
 
@@ -57,13 +58,13 @@ def test_without_a_bug_it_is_rounding() -> None:
 
 
 def test_a_wrong_slice_of_a_row_parallel_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = shards._inputs
+    right = shards.inputs
 
-    def shifted(name: str, source: str, rows: int, inputs: int, take: range) -> shards.Parameter:
+    def shifted(name: str, source: str, rows: int, inputs: int, take: range) -> Parameter:
         wrong = name == "layers.1.mlp.down.weight" and take.start > 0
         return right(name, source, rows, inputs, range(take.start - 1, take.stop - 1) if wrong else take)
 
-    monkeypatch.setattr(shards, "_inputs", shifted)
+    monkeypatch.setattr(shards, "inputs", shifted)
     assert_fault(verify(tiny("llama2"), "tp=2"), 1)
 
 

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from placement.layout import Layout
 from placement.mesh import coords
 from placement.model_spec import ModelSpec
-from placement.shards import Piece, parameters, shard, weight_elements
+from placement.pieces import Piece
+from placement.shards import parameters, shard, weight_elements
 from tests.weights_checks import llama_spec
 
 torch.set_num_threads(1)

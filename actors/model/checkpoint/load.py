@@ -14,7 +14,8 @@ from actors.model.checkpoint.source import TensorSource, ignorable
 from placement.layout import Layout
 from placement.mesh import coords
 from placement.model_spec import ModelError, ModelSpec
-from placement.shards import Parameter, Shard, parameters, shard
+from placement.pieces import Parameter
+from placement.shards import Shard, parameters, shard
 
 Progress = Callable[[int, int], None]
 """Told (bytes filled, bytes in all) of the rank's parameters."""
