@@ -4,7 +4,8 @@
     world       = pp * stage_ranks            (ranks of one replica)
     devices     = replicas * world
 
-Text form, used by every command, config and error: ``tp=2,pp=2`` (fields not named are 1).
+Text form, used by every command, config and error: ``tp=2,pp=2`` (fields not named are 1). `moe_tp` is what `moe_dp` and `ep`
+leave of a stage's ranks, so it need not be named: ``tp=2`` is moe_tp=2, ``tp=16,ep=8`` too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 if TYPE_CHECKING:
     from placement.hardware import ClusterSpec
@@ -42,7 +43,10 @@ class Violation(BaseModel):
 
 
 class Layout(BaseModel):
-    """Parallel sizes of a deployment. Every size counts ranks (devices) and defaults to 1 (or off)."""
+    """Parallel sizes of a deployment. Every size counts ranks (devices) and defaults to 1 (or off); `moe_tp` to `rest_for_moe_tp`.
+
+    A copy with other sizes is a new `Layout` of `asked`: ``model_copy`` would keep the old `moe_tp`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,6 +64,23 @@ class Layout(BaseModel):
     stage_layers: tuple[Size, ...] | None = None
     tp_shares: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     cp_style: Literal["ring", "allgather"] = "ring"
+
+    @model_validator(mode="after")
+    def _moe_tp_is_the_rest(self) -> Self:
+        if "moe_tp" not in self.model_fields_set:
+            object.__setattr__(self, "moe_tp", self.rest_for_moe_tp)
+        return self
+
+    @property
+    def rest_for_moe_tp(self) -> int:
+        """What `moe_dp` and `ep` leave of a stage's ranks: the only `moe_tp` that fits, where they divide them."""
+        return max(1, self.stage_ranks // (self.moe_dp * self.ep))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that say something: those not at their default. ``Layout(**layout.asked) == layout``."""
+        usual = {name: field.default for name, field in type(self).model_fields.items()} | {"moe_tp": self.rest_for_moe_tp}
+        return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
     def stage_ranks(self) -> int:
@@ -115,10 +136,9 @@ class Layout(BaseModel):
 
     def __str__(self) -> str:
         """The shortest text form: fields at their default are left out; the single rank is ``tp=1``."""
-        fields = type(self).model_fields
-        order = dict.fromkeys(("tp", "pp", *fields))
-        changed = {name: getattr(self, name) for name in order if getattr(self, name) != fields[name].default}
-        return ",".join(f"{name}={text_of(value)}" for name, value in changed.items()) or "tp=1"
+        asked = self.asked
+        first = [name for name in ("tp", "pp") if name in asked]
+        return ",".join(f"{name}={text_of(asked[name])}" for name in dict.fromkeys((*first, *asked))) or "tp=1"
 
     def check(self, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
         """Every rule this layout breaks for a model (on a cluster, where one is given). Empty: legal."""

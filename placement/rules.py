@@ -50,10 +50,9 @@ def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> lis
 
 def only_built_fields(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
     """Nothing that was asked for is dropped in silence."""
-    for name, field in Layout.model_fields.items():
-        value = getattr(layout, name)
-        if name not in BUILT and value != field.default:
-            yield name, f"{Layout(**{name: value})}: {name} is not built yet"
+    for name, value in layout.asked.items():
+        if name not in BUILT:
+            yield name, f"{name}={text_of(value)}: {name} is not built yet"
 
 
 def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:

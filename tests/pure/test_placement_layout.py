@@ -49,6 +49,7 @@ layouts = st.builds(
     tp=sizes,
     dcp=sizes,
     ep=sizes,
+    moe_dp=sizes,
     sp=st.booleans(),
     redundant_experts=st.integers(0, 9),
     stage_layers=st.none() | st.lists(sizes, min_size=1, max_size=5).map(tuple),
@@ -64,6 +65,33 @@ layouts = st.builds(
 @given(layouts)
 def test_a_layout_survives_its_text_form(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
+
+
+@quick
+@given(layouts, sizes)
+def test_a_moe_tp_given_by_hand_survives_too(layout: Layout, moe_tp: int) -> None:
+    by_hand = Layout(**layout.asked | {"moe_tp": moe_tp})
+    assert Layout.parse(str(by_hand)) == by_hand
+    assert Layout.model_validate_json(by_hand.model_dump_json()) == by_hand
+    assert (str(by_hand) == str(layout)) == (moe_tp == layout.moe_tp)
+
+
+@pytest.mark.parametrize(
+    ("text", "moe_tp"),
+    [
+        ("", 1),
+        ("tp=2", 2),
+        ("tp=16,ep=16", 1),
+        ("tp=16,ep=8", 2),
+        ("attn_dp=4,tp=4,ep=16", 1),
+        ("attn_dp=4,cp=2,tp=3,moe_dp=3", 8),
+    ],
+)
+def test_moe_tp_is_what_is_left_of_a_stage(text: str, moe_tp: int) -> None:
+    layout = Layout.parse(text)
+    assert layout.moe_tp == moe_tp == layout.stage_ranks // (layout.moe_dp * layout.ep)
+    assert "moe_tp" not in str(layout)
+    assert Layout.parse(f"{text},moe_tp={moe_tp}") == layout
 
 
 @pytest.mark.parametrize("text", ["", " ", "tp=1", " tp = 1 , "])

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import prod
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.layout import Layout
-from placement.mesh import AXES, Coords, coords, group_of, groups, leader, world_rank
+from placement.mesh import (
+    AXES,
+    MOE_AXES,
+    Coords,
+    MoECoords,
+    coords,
+    group_of,
+    groups,
+    leader,
+    moe_coords,
+    moe_world_rank,
+    world_rank,
+)
+
+grids = st.sampled_from([AXES, MOE_AXES])
+
+
+@st.composite
+def both_factorings(draw: st.DrawFn) -> Layout:
+    """A layout whose MoE axes are a factoring of their own of the same ranks."""
+    fields = {axis: draw(st.integers(1, 3)) for axis in ("pp", "attn_dp", "cp")} | {"tp": draw(st.integers(1, 5))}
+    ranks = fields["attn_dp"] * fields["cp"] * fields["tp"]
+    moe_dp = draw(st.sampled_from([size for size in range(1, ranks + 1) if ranks % size == 0]))
+    ep = draw(st.sampled_from([size for size in range(1, ranks + 1) if ranks % (moe_dp * size) == 0]))
+    return Layout(**fields, moe_dp=moe_dp, ep=ep)
+
 
 layouts = st.builds(Layout, pp=st.integers(1, 4), attn_dp=st.integers(1, 3), cp=st.integers(1, 3), tp=st.integers(1, 5))
 
@@ -17,31 +43,65 @@ quick = settings(deadline=None, max_examples=50)
 
 
 @quick
-@given(layouts)
+@given(both_factorings())
 def test_rank_to_coordinates_and_back(layout: Layout) -> None:
     seen = [coords(layout, rank) for rank in range(layout.world)]
     assert [world_rank(layout, at) for at in seen] == list(range(layout.world))
     assert len(set(seen)) == layout.world == layout.pp * layout.stage_ranks
+    in_moe = [moe_coords(layout, rank) for rank in range(layout.world)]
+    assert [moe_world_rank(layout, at) for at in in_moe] == list(range(layout.world))
+    assert len(set(in_moe)) == layout.world == layout.pp * layout.moe_dp * layout.ep * layout.moe_tp
+    assert [at.pp for at in in_moe] == [at.pp for at in seen]
 
 
 @quick
-@given(layouts, st.sampled_from(AXES))
-def test_the_groups_of_an_axis_partition_the_world(layout: Layout, axis: str) -> None:
-    found = groups(layout, axis)
-    assert sorted(rank for group in found for rank in group) == list(range(layout.world))
-    assert all(len(group) == getattr(layout, axis) for group in found)
-    for rank in range(layout.world):
-        mine = group_of(layout, axis, rank)
-        assert mine[getattr(coords(layout, rank), axis)] == rank
+@given(both_factorings(), grids)
+def test_the_groups_of_an_axis_partition_the_world(layout: Layout, axes: tuple[str, ...]) -> None:
+    place = coords if axes == AXES else moe_coords
+    for axis in axes:
+        found = groups(layout, axis)
+        assert sorted(rank for group in found for rank in group) == list(range(layout.world))
+        assert all(len(group) == getattr(layout, axis) for group in found)
+        for group in found:
+            assert [getattr(place(layout, rank), axis) for rank in group] == list(range(len(group)))
+        assert group_of(layout, axis, found[-1][-1]) == found[-1]
 
 
 @quick
-@given(layouts)
-def test_groups_of_two_axes_share_at_most_one_rank(layout: Layout) -> None:
-    for one, other in combinations(AXES, 2):
-        shared = [set(row) & set(column) for row in groups(layout, one) for column in groups(layout, other)]
-        assert all(len(ranks) <= 1 for ranks in shared)
-        assert sorted(rank for ranks in shared for rank in ranks) == list(range(layout.world))
+@given(both_factorings(), grids)
+def test_groups_of_two_axes_meet_in_exactly_one_rank(layout: Layout, axes: tuple[str, ...]) -> None:
+    members = {axis: {rank: set(group) for group in groups(layout, axis) for rank in group} for axis in axes}
+    for one, other in combinations(axes, 2):
+        assert all(members[one][rank] & members[other][rank] == {rank} for rank in range(layout.world))
+
+
+@quick
+@given(both_factorings())
+def test_the_moe_grid_is_the_stage_again(layout: Layout) -> None:
+    """No MoE group leaves its stage, and the three axes together reach all of it."""
+    size = layout.stage_ranks
+    for axis in MOE_AXES[1:]:
+        assert all(len({rank // size for rank in group}) == 1 for group in groups(layout, axis))
+    assert prod(getattr(layout, axis) for axis in MOE_AXES[1:]) == size
+
+
+def test_four_lanes_of_four_ranks_share_sixteen_ep_ranks() -> None:
+    layout = Layout(attn_dp=4, tp=4, ep=16)
+    assert layout.moe_tp == 1
+    for lane in range(4):
+        for tp_rank in range(4):
+            assert coords(layout, lane * 4 + tp_rank) == Coords(pp=0, attn_dp=lane, cp=0, tp=tp_rank)
+    assert groups(layout, "tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert groups(layout, "ep") == [list(range(16))]
+
+
+def test_two_moe_copies_of_four_ep_ranks_in_halves() -> None:
+    layout = Layout(attn_dp=4, tp=4, moe_dp=2, ep=4)
+    assert layout.moe_tp == 2
+    assert groups(layout, "moe_tp")[:5] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert groups(layout, "ep") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert groups(layout, "moe_dp") == [[rank, rank + 8] for rank in range(8)]
+    assert moe_coords(layout, 13) == MoECoords(pp=0, moe_dp=1, ep=2, moe_tp=1)
 
 
 def test_a_grid_by_hand() -> None:
@@ -60,6 +120,8 @@ def test_tp_groups_are_contiguous(layout: Layout) -> None:
 def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
     with pytest.raises(IndexError, match=r"world rank 6 is outside 0\.\.5"):
         coords(Layout(pp=2, tp=3), 6)
+    with pytest.raises(IndexError, match=r"world rank 6 is outside 0\.\.5"):
+        moe_coords(Layout(pp=2, tp=3), 6)
     with pytest.raises(KeyError, match="no axis 'pt'"):
         groups(Layout(), "pt")
 
