@@ -43,7 +43,7 @@ class Violation(BaseModel):
 
 
 class Layout(BaseModel):
-    """Parallel sizes of a deployment. Every size counts ranks (devices) and defaults to 1 (or off); `moe_tp` to `rest_for_moe_tp`.
+    """Parallel sizes of a deployment. Every size counts ranks (devices) and defaults to 1 (or off), `moe_tp` to what is left.
 
     A copy with other sizes is a new `Layout` of `asked`: ``model_copy`` would keep the old `moe_tp`.
     """
