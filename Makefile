@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2-135m
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,7 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)  ## Every test this machine can run; what it cannot run is skipped and says why
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests/pure tests/cpu -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/cpu -rs
 
 test-hosts: $(READY)  ## Several hosts in network namespaces (root)
 	$(BIN)/python -m pytest tests/hosts -rs

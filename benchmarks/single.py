@@ -37,6 +37,8 @@ PREFILL = [1024] * 4
 NEW_TOKENS = 128
 BATCHES = (1, 8, 32)
 START_S = 600.0
+SAMPLE_S = 3.0
+"""Between two looks at the memory: the kernel walks every page table for one, on the same cores."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Subject:
 
     def watch_memory(self, stop: threading.Event) -> None:
         """Sample the memory of the whole process tree until `stop`."""
-        while not stop.wait(0.5):
+        while not stop.wait(SAMPLE_S):
             total = 0
             for each in [mother := psutil.Process(self.process.pid), *mother.children(recursive=True)]:
                 with suppress(psutil.Error):

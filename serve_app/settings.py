@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
 from placement import checkpoint_header, memory
-from placement.hardware import ClusterSpec
+from placement.hardware import ClusterSpec, cpu_has_bfloat16
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import DType, ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
@@ -82,14 +82,15 @@ def served_name(args: ServeArgs, files: ModelFiles) -> str:
 
 
 def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) -> DType:
-    """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, and a quantised file is
-    computed in float32: its values are no bfloat16 numbers, and small models lose sense with the bits they lose.
+    """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, which becomes float32 where
+    the CPU has no instructions for it. A quantised file is computed in float32 there: its values are no bfloat16 numbers,
+    and small models lose sense with the bits they lose.
     """
     if asked != "auto":
         return asked
-    if device == "cpu" and spec.quantization is not None:
-        return "float32"
-    return "bfloat16" if device == "cpu" and spec.dtype == "float16" else spec.dtype
+    if device != "cpu":
+        return spec.dtype
+    return "bfloat16" if spec.quantization is None and spec.dtype != "float32" and cpu_has_bfloat16() else "float32"
 
 
 def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> int:

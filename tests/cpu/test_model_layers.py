@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
+from actors.model import layers
 from actors.model.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
 from actors.model.regions import Regions
 
@@ -20,10 +21,14 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape).to(dtype), requires_grad=False)
 
 
+@pytest.mark.parametrize("has_bfloat16", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 8, 9, 33, 70])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)])
-def test_linear_equals_the_product(dtype: torch.dtype, tolerance: float, rows: int, bias: bool) -> None:
+def test_linear_equals_the_product(
+    dtype: torch.dtype, tolerance: float, rows: int, bias: bool, has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_HAS_BFLOAT16", has_bfloat16)
     torch.manual_seed(rows)
     x, weight, shift = torch.randn(rows, 48).to(dtype), torch.randn(37, 48).to(dtype) / 7, torch.randn(37).to(dtype)
     out = linear(x, weight, shift if bias else None)
