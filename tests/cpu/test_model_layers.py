@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from actors.model import layers
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model import layers
 from actors.model.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
 from actors.model.regions import Regions
 

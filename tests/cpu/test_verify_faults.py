@@ -13,7 +13,9 @@ from torch import Tensor
 
 import actors.assembly
 import actors.model.attention_prefill
+import actors.runner
 from actors.assembly import Parts
+from actors.model.batch import Batch
 from actors.model.layers import RowParallel, VocabularyHead, linear
 from actors.model.regions import Region, Scattered
 from actors.model.rope import Rope
@@ -21,6 +23,7 @@ from actors.pipeline import Pipeline
 from actors.sampler import Sampler
 from actors.verify.report import Report
 from placement import rules, sequence_parallel, shards
+from placement.context import Ownership
 from placement.layout import Layout
 from placement.pieces import Parameter
 from tests.tiny_models import tiny
@@ -106,6 +109,31 @@ def test_parts_of_a_context_on_several_ranks_merged_without_their_weights(monkey
 
     monkeypatch.setattr(merging, "merge", unweighted)
     assert_fault(verify(tiny("llama2"), layout, kinds=["prefill", "decode"]), 0)
+
+
+def test_positions_of_a_split_prompt_counted_along_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank numbers the tokens it runs one after the other, not by where they stand in the prompt."""
+
+    def counted(positions: Tensor, **fields: Any) -> Batch:
+        return Batch(positions=positions[0] + torch.arange(len(positions)), **fields)
+
+    monkeypatch.setattr(actors.runner, "Batch", counted)
+    assert verify(tiny("llama2"), "tp=1", [19], kinds=["prefill"]).verdict == "rounding"
+    assert verify(tiny("llama2"), "cp=2", [19], kinds=["prefill"]).verdict == "fault"
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "tp=4,dcp=2"])
+def test_blocks_kept_by_the_owner_they_are_not_dealt_to(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """The second owner writes the first one's blocks, and reads its own."""
+    right = Ownership.slot
+
+    def others(self: Ownership, position: int, blocks: list[int]) -> int:
+        first = replace(self, owner=0)
+        return right(first, position, blocks) if position // self.block_size // self.owners < len(blocks) else -1
+
+    monkeypatch.setattr(Ownership, "slot", others)
+    assert verify(tiny("llama2"), layout, [19], kinds=["decode"]).verdict == "fault"
+    assert verify(tiny("llama2"), "tp=2", [19], kinds=["decode"]).verdict == "rounding"
 
 
 def test_a_scattered_region_that_loses_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
