@@ -2,10 +2,11 @@
 
     python benchmarks/single.py [--vllm /path/to/venv/bin/python] [--threads 2] [--rounds 3]
 
-Both are started as their users start them and measured over HTTP by the same client, on the same weights in the
-same type (bf16, or fp32 where the CPU has no bf16 instructions) and on the same number of threads, prefix caching defeated by random prompts. Rounds alternate between the servers, so that a
-machine whose speed drifts does not favour one of them; the median is shown. Sleeping servers cost nothing, so both
-stay up. Peak memory is the sum of the proportional set sizes of all processes of a server, sampled.
+Both are started as their users start them and measured over HTTP by the same client, on the same weights in the same type
+(bf16, or fp32 where the CPU has no bf16 instructions) and on the same number of threads, prefix caching defeated by random
+prompts. Rounds alternate between the servers, so that a machine whose speed drifts does not favour one of them; the median
+is shown. Sleeping servers cost nothing, so both stay up. Peak memory is the sum of the proportional set sizes of all
+processes of a server, sampled.
 """
 
 from __future__ import annotations
