@@ -1,4 +1,5 @@
-"""What a layout costs on one machine: decode throughput of SmolLM2 (bf16) under layouts, and the all-reduce beneath.
+"""What a layout costs on one machine: decode throughput of SmolLM2 (bf16, or fp32 where the CPU has no bf16 instructions)
+under layouts, and the all-reduce beneath.
 
     python benchmarks/layouts.py [--rounds 3] [layout ...]
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
+from placement.hardware import cpu_has_bfloat16
 from placement.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings
 
@@ -52,7 +54,7 @@ def decode(replica: Replica, batch: int) -> float:
 
 def start(layout: str) -> Replica:
     """A replica of `layout` in this process's Ray."""
-    args = ServeArgs(layout=layout, dtype="bfloat16", max_model_len=2048, kv_bytes=2**28)
+    args = ServeArgs(layout=layout, dtype="bfloat16" if cpu_has_bfloat16() else "float32", max_model_len=2048, kv_bytes=2**28)
     replica = Replica(replica_settings(args, "cpu"), f"benchmark-{layout}")
     decode(replica, 1)
     return replica
