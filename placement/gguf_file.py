@@ -25,6 +25,11 @@ _VERSIONS = (2, 3)
 _LONGEST = 1024
 _MOST_TEXT = 1 << 24
 _MOST_DIMS = 8
+_LEAST_FIELD = 13
+"""Bytes of the shortest field: an empty name, a type, a value of one byte."""
+_LEAST_TENSOR = 24
+"""Bytes of the shortest entry of the tensor directory: an empty name, no dimensions, a type, an offset."""
+_LEAST_TEXT = 8
 
 _FORMATS = {
     GGUFValueType.UINT8: "<B",
@@ -102,24 +107,32 @@ class _Reader:
         self.reading = "its first bytes"
 
     def header(self) -> GGUFHeader:
-        self._take(4)
+        if self._take(4) != struct.pack("<I", GGUF_MAGIC):
+            raise ValueError("it does not start with the letters GGUF")
         version = self._number("<I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not one of {_VERSIONS} (or the file is big-endian)")
         num_tensors, num_fields = self._number("<Q"), self._number("<Q")
+        self._has_room(num_tensors, _LEAST_TENSOR, "tensors")
+        self._has_room(num_fields, _LEAST_FIELD, "fields")
         fields = dict(self._field() for _ in range(num_fields))
         self.reading = "the tensor directory"
-        tensors = [self._tensor() for _ in range(num_tensors)]
+        tensors = self._tensors(num_tensors)
         alignment = fields.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         data_start = -(-self._file.tell() // alignment) * alignment
         self._all_data_is_there(tensors, data_start)
-        return GGUFHeader(fields, {tensor.name: tensor for tensor in tensors}, data_start)
+        return GGUFHeader(fields, tensors, data_start)
 
-    def _all_data_is_there(self, tensors: list[TensorInfo], data_start: int) -> None:
+    def _has_room(self, count: int, least_bytes: int, what: str) -> None:
+        """A damaged count would else be believed until the file ends, for hours where it is large."""
+        if count * least_bytes > self._size - self._file.tell():
+            raise ValueError(f"it cannot hold the {count} {what} it is said to have")
+
+    def _all_data_is_there(self, tensors: dict[str, TensorInfo], data_start: int) -> None:
         """An interrupted download has a good header."""
-        for tensor in tensors:
+        for tensor in tensors.values():
             self.reading = f"the data of tensor {tensor.name}"
             missing = data_start + tensor.offset + tensor.num_bytes - self._size
             if missing > 0:
@@ -143,6 +156,7 @@ class _Reader:
         kind, length = GGUFValueType(self._number("<I")), self._number("<Q")
         if kind is GGUFValueType.ARRAY:
             raise ValueError("arrays of arrays are not known")
+        self._has_room(length, _LEAST_TEXT if kind is GGUFValueType.STRING else struct.calcsize(_FORMATS[kind]), "entries")
         if length <= _LONGEST or (self._long_arrays and kind is GGUFValueType.STRING):
             return [self._value(kind) for _ in range(length)]
         if self._long_arrays:
@@ -155,10 +169,15 @@ class _Reader:
         return LongArray(length)
 
     def _numbers(self, form: str, length: int) -> list[Any]:
-        size = length * struct.calcsize(form)
-        if size > self._size:
-            raise EOFError("it ends too early")
-        return list(np.frombuffer(self._take(size), np.dtype(form)).tolist())
+        return list(np.frombuffer(self._take(length * struct.calcsize(form)), np.dtype(form)).tolist())
+
+    def _tensors(self, count: int) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for tensor in (self._tensor() for _ in range(count)):
+            if tensor.name in tensors:
+                raise ValueError("an entry of that name was before it")
+            tensors[tensor.name] = tensor
+        return tensors
 
     def _tensor(self) -> TensorInfo:
         name = self._text()

@@ -90,14 +90,14 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
     """Weight elements of each layer."""
-    everything = _everything(spec)
+    everything = whole_model(spec)
     return tuple(
         sum(_product(parameter.shape) for parameter in _layer(spec, everything, str(layer), str(layer)))
         for layer in range(spec.num_layers)
     )
 
 
-def _everything(spec: ModelSpec) -> Shard:
+def whole_model(spec: ModelSpec) -> Shard:
     """All of the model on one rank."""
     return Shard(
         layers=range(spec.num_layers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import struct
 from pathlib import Path
 
 import gguf
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from placement.checkpoint_header import read
+from placement.checkpoint_header import check_tensors, read
 from placement.gguf_file import LongArray, read_header
 from placement.gguf_rope import llama3_divisors
 from placement.model_spec import ModelError, RopeSpec
@@ -228,3 +229,43 @@ def test_smollm2_as_shipped() -> None:
     assert (spec.norm_eps, spec.rope) == (1e-5, RopeSpec(theta=1e5))
     assert (spec.tie_embeddings, spec.dtype, spec.quantization) == (True, "bfloat16", "Q4_1")
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "fields")])
+@pytest.mark.parametrize("count", [2**60, 2**64 - 1, 100_000])
+def test_a_count_of_more_than_the_file_can_hold_is_refused_at_once(tmp_path: Path, at: int, what: str, count: int) -> None:
+    path = write(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + struct.pack("<Q", count) + data[at + 8 :])
+    assert f"{path} is not a whole GGUF file: it cannot hold the {count} {what} it is said to have" in refusal(path)
+
+
+def test_an_array_of_more_than_the_file_can_hold_is_refused_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    tokens = struct.pack("<IIQ", 9, 8, 2000)
+    path.write_bytes(path.read_bytes().replace(tokens, struct.pack("<IIQ", 9, 8, 2**60)))
+    said = refusal(path)
+    assert f"it cannot hold the {2**60} entries it is said to have" in said
+    assert "in field tokenizer.ggml.tokens" in said
+
+
+def test_what_does_not_start_like_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ModelError, match="does not start with the letters GGUF"):
+        read_header(path)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", tensors={"blk.0.attn_k.weight": np.zeros((32, HIDDEN), np.float16)})
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
+    assert "an entry of that name was before it" in refusal(path)
+    path = write(tmp_path / "m.gguf", tensors={"model.norm.weight": np.zeros(HIDDEN, np.float32)})
+    with pytest.raises(ModelError, match=r"tensors output_norm\.weight and model\.norm\.weight are both model\.norm\.weight"):
+        check_tensors(path, read(path))
+
+
+def test_weights_that_are_not_whole_are_named_with_their_own_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match=r"m.gguf: \d+ tensors of layers 0-2 \(the only stage\) are missing"):
+        check_tensors(path, read(path))
