@@ -7,6 +7,7 @@ annotations`` here: Serve looks at the builder's annotation itself, and would se
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +23,7 @@ from cluster.settings import ReplicaSettings
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.openai.api import ApiSettings, create_api
+from serve_app.preflight import check_files
 from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
 from serve_app.settings import ServeArgs, replica_settings, served_name
@@ -76,6 +78,7 @@ def build(args: ServeArgs) -> Application:
     args = ServeArgs.model_validate(args)  # a raw mapping where Serve did not look at the annotation
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
     settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
+    check_files(Path(settings.model_path), settings.spec)
     engine: Any = serve.deployment(
         EngineReplica,
         name=ENGINE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal, NoReturn
 
 import typer
@@ -14,6 +15,7 @@ from placement.explain import as_json, explain
 from placement.explain_text import as_text
 from placement.layout import Layout, LayoutError, Violation
 from placement.model_spec import DType
+from placement.safetensors_file import AbsentWeights
 from placement.step_shape import StepShape
 from serve_app.catalog import resolve
 
@@ -34,11 +36,15 @@ class ExplainArgs(BaseModel):
 def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
     """Print the explanation. A layout the model cannot have ends with status 1; mistakes in the arguments raise.
 
+    Weights need not be there; where they are, they must be the model's.
+
     Raises `LayoutError` or `ModelError`.
     """
     layout = Layout.parse(args.layout)
     files = resolve(args.model, header_only=True)
     spec = checkpoint_header.read(files.path)
+    with suppress(AbsentWeights):
+        checkpoint_header.check_tensors(files.path, spec)
     violations = layout.check(spec)
     if violations:
         _refuse(layout, violations, as_json_text)

@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -21,15 +23,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from cluster import local
 from cluster.settings import ReplicaSettings
 from placement.layout import Layout
-from placement.model_spec import ModelError
-from serve_app.catalog import resolve
+from serve_app.preflight import check_files
+from serve_app.reasons import first_reason, reason_of
 from serve_app.settings import ServeArgs, replica_settings
-from serve_app.text.model_files import read_text_files
-from serve_app.text.template import TemplateError
-from serve_app.text.tokenizer import TokenizerError
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
 
 _POLL_S = 0.1
 _DEPLOY_TIMEOUT_S = 900.0
+_SILENT_S = 60.0
+"""A controller that gives no status for so long is gone; one that was restarted is back before."""
 _INTERRUPTED = 130
 """Exit status of a server that was told to end before it was ready, or twice."""
 
@@ -52,14 +56,13 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
-    try:
-        cluster = local.connect(address, slots=settings.layout.devices)
-    except ConnectionError as error:
-        raise StartFailed(f"no Ray cluster answers at {address or local.configured_address()}: {error}") from error
+    with _told(stop):
+        cluster = _connect(address, settings.layout.devices)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     try:
         if not stop.is_set():
-            _deploy(args, host, port, stop)
+            with _told(stop):
+                _deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, settings.layout, host, port, cluster.address)
@@ -68,15 +71,31 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
         _end(cluster)
 
 
+def _connect(address: str | None, slots: int) -> local.Connection:
+    try:
+        return local.connect(address, slots=slots)
+    except ConnectionError as error:
+        where = address or local.configured_address() or "this machine, where it was started"
+        raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
+
+
+@contextmanager
+def _told(stop: threading.Event) -> Iterator[None]:
+    """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why."""
+    try:
+        yield
+    except Exception as error:
+        if stop.is_set():
+            raise SystemExit(_INTERRUPTED) from error
+        raise StartFailed(reason_of(error)) from error
+
+
 def _preflight(args: ServeArgs, address: str | None) -> ReplicaSettings:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
     alone = address is None and not local.configured_address() and args.device != "cuda"
     here = local.this_machine(Layout.parse(args.layout).devices) if alone else None
     settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
-    try:
-        read_text_files(resolve(args.model).path)
-    except (TokenizerError, TemplateError) as error:
-        raise ModelError(str(error)) from error
+    check_files(Path(settings.model_path), settings.spec)
     return settings
 
 
@@ -93,31 +112,58 @@ def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Non
     )
     target = RunTarget(target=build(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-    deadline = time.monotonic() + _DEPLOY_TIMEOUT_S
     with _progress() as show:
-        while not stop.wait(_POLL_S):
-            status = serve.status().applications[APP_NAME]
-            show()
+        _wait_until_running(stop, show)
+
+
+def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
+    """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
+    began = heard = time.monotonic()
+    reasons: list[str] = []
+    while not stop.wait(_POLL_S):
+        now, status = time.monotonic(), _status()
+        if status is not None:
             if status.status == "RUNNING":
                 return
-            reasons = [status.message, *(each.message for each in status.deployments.values())]
+            heard, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartFailed(_first_reason(reasons))
-            if time.monotonic() > deadline:
-                raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {_first_reason(reasons)}")
+                raise StartFailed(first_reason(reasons))
+        show()
+        if now - heard > _SILENT_S:
+            raise StartFailed(f"Ray Serve has not told the state of the application for {_SILENT_S:.0f} s")
+        if now - began > _DEPLOY_TIMEOUT_S:
+            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_reason(reasons)}")
+
+
+def _status() -> ApplicationStatusOverview | None:
+    """None while Serve's controller restarts: it does not answer, or does not know the application again yet."""
+    from ray import serve
+    from ray.exceptions import RayActorError
+
+    from serve_app.app import APP_NAME
+
+    with suppress(RayActorError):
+        return serve.status().applications.get(APP_NAME)
+    return None
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[], None]]:
     """A function that draws how far each rank's loading is; rank actors are found by name."""
+    from ray.exceptions import RayError
+
+    from actors.config import RankStatus
     from cluster.launch import rank_statuses
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, TaskID] = {}
+        statuses: dict[str, RankStatus] = {}
 
         def show() -> None:
-            for name, status in rank_statuses().items():
+            with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+                statuses.update(rank_statuses())
+            for name, status in statuses.items():
                 if name not in tasks:
                     tasks[name] = progress.add_task(name, total=None)
                 progress.update(
@@ -130,17 +176,6 @@ def _progress() -> Iterator[Callable[[], None]]:
         yield show
 
 
-def _first_reason(messages: list[str]) -> str:
-    """The line a person needs out of Serve's traceback: the last exception text of the first message that has one."""
-    for message in messages:
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        for line in reversed(lines):
-            for marker in ("LaunchError: ", "SeatError: ", "ModelError: ", "LayoutError: "):
-                if marker in line:
-                    return line.split(marker, 1)[1]
-    return next((message for message in messages if message), "Ray Serve gave no reason")
-
-
 def _ready(args: ServeArgs, layout: Layout, host: str, port: int, address: str) -> None:
     url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
     question = {"role": "user", "content": "What is the capital of France?"}
@@ -150,22 +185,30 @@ def _ready(args: ServeArgs, layout: Layout, host: str, port: int, address: str) 
 
 
 def _end(cluster: local.Connection) -> None:
-    """Take back what was started: the application, and Ray where it is embedded."""
+    """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told."""
     import ray
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     from serve_app.app import APP_NAME
 
     # Ray reports the end of its own actors as errors, on either stream.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    left = None
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
             if cluster.embedded:
                 serve.shutdown()
             else:
                 serve.delete(APP_NAME)
+        except Exception as error:
+            # An embedded Ray takes the application with it, and where there is no Serve there is no application.
+            left = None if cluster.embedded or isinstance(error, RayServeException) else reason_of(error)
         finally:
-            ray.shutdown()
+            with suppress(Exception):  # Ray tries again when this process ends
+                ray.shutdown()
+    if left is not None:
+        print(f"error: the application {APP_NAME} may still be on the cluster at {cluster.address}: {left}", file=sys.stderr)
 
 
 def _free_port(host: str, port: int) -> int:

@@ -13,6 +13,7 @@ from placement import checkpoint_header, memory, sequence_parallel
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
+from serve_app.preflight import check_files
 from serve_app.settings import compute_dtype
 from serve_app.text.model_files import read_text_files
 
@@ -67,6 +68,7 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
         raise LayoutError(
             f"tokens {tokens} and {_GENERATE} more are longer than the {spec.max_position} positions of the model"
         )
+    check_files(files.path, spec)
     return RankConfig(
         world_rank=0,
         layout=layout.model_copy(update={"replicas": 1}),  # replicas are copies, and nothing crosses between them

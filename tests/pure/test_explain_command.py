@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from placement import config_json
 from serve_app import cli
+from tests.safetensors_files import tensors_of, write
 
 _CONFIG = {
     "model_type": "llama",
@@ -111,3 +113,19 @@ def test_a_model_that_is_not_there_is_status_two(command: Command, tmp_path: Pat
     status, _, err = command(tmp_path / "nothing")
     assert status == 2
     assert "no such folder" in err
+
+
+def test_weights_that_are_there_must_be_the_models(command: Command, model: Path) -> None:
+    tensors = tensors_of(config_json.read(model))
+    file = write(model / "model.safetensors", tensors)
+    assert command(model)[0] == 0
+    file.write_bytes(file.read_bytes()[:-1])
+    assert command(model) == (2, "", f"error: {file}: damaged or incomplete safetensors file (it ends 1 bytes too early)\n")
+    write(file, {name: each for name, each in tensors.items() if name != "lm_head.weight"})
+    status, _, err = command(model)
+    assert (status, "missing: lm_head.weight" in err) == (2, True)
+
+
+def test_of_weights_that_are_not_all_there_nothing_is_asked(command: Command, model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
+    assert command(model)[0] == 0

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import psutil
 READY_S = 240.0
 END_S = 60.0
 _MARK = "SHARDWRIGHT_TEST_MARK"
+SHARDWRIGHT = (sys.executable, "-m", "serve_app")
 
 
 class Server:
@@ -86,7 +87,7 @@ def serving(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
 def start(*args: str, log: Path, env: dict[str, str] | None = None, port: int | None = None) -> Server:
     """``shardwright serve`` with these arguments, its output in `log`; not ready yet."""
     mark, port = secrets.token_hex(8), port or free_port()
-    command = [sys.executable, "-m", "serve_app", "serve", *args, "--port", str(port)]
+    command = [*SHARDWRIGHT, "serve", *args, "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment(mark, env), start_new_session=True)
     return Server(process, mark, port, log)
@@ -101,14 +102,17 @@ def finish(server: Server, sign: int = signal.SIGINT) -> int:
 
 
 def run(
-    *args: str, timeout_s: float = 120, env: dict[str, str] | None = None, typed: str = ""
+    *args: str,
+    timeout_s: float = 120,
+    env: dict[str, str] | None = None,
+    typed: str = "",
+    command: Sequence[str] = SHARDWRIGHT,
 ) -> subprocess.CompletedProcess[str]:
     """Any ``shardwright`` command, to its end, with `typed` on its standard input; it must leave nothing behind."""
     mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", "serve_app", *args]
     try:
         done = subprocess.run(
-            command, input=typed, capture_output=True, text=True, timeout=timeout_s, env=environment(mark, env)
+            [*command, *args], input=typed, capture_output=True, text=True, timeout=timeout_s, env=environment(mark, env)
         )
         all_gone(mark)
         return done

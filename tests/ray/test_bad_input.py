@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, resolve
-from tests.ray.server import run
+from tests.ray.server import SHARDWRIGHT, run
 from tests.tiny_models import tiny
 
 ONLY_USAGE = 10
 """Seconds within which a mistake is told that needs no cluster to be seen (starting Ray takes longer)."""
 
 
-def refused(*args: str, env: dict[str, str] | None = None, timeout_s: float = 240) -> str:
+def refused(*args: str, env: dict[str, str] | None = None, timeout_s: float = 240, command: Sequence[str] = SHARDWRIGHT) -> str:
     """The one message of a command that must fail with status 2 (on a port of the kernel's choice, unless one is given)."""
     any_port = ("--port", "0") if args[0] == "serve" and "--port" not in args else ()
-    done = run(*args, *any_port, env=env, timeout_s=timeout_s)
+    done = run(*args, *any_port, env=env, timeout_s=timeout_s, command=command)
     assert done.returncode == 2, done
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
@@ -70,6 +72,17 @@ def broken_tokenizer(folder: Path) -> str:
     return "tokenizer.json"
 
 
+def half(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return str(file)
+
+
+def no_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "model.safetensors"
+
+
 def missing_tensor(folder: Path) -> str:
     change_tensors(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
     return "model.layers.2.mlp.up_proj.weight"
@@ -86,18 +99,49 @@ def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("spoil", [no_config, config_cut_short, unknown_architecture, wrong_size, broken_tokenizer])
-def test_a_bad_header_is_named_before_ray_starts(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
-    assert spoil(checkpoint) in refused("serve", str(checkpoint), timeout_s=ONLY_USAGE)
+HEADERS = [no_config, config_cut_short, unknown_architecture, wrong_size, broken_tokenizer]
+WEIGHTS = [cut_short, half, no_weights, missing_tensor]
 
 
-@pytest.mark.parametrize("spoil", [cut_short, missing_tensor])
-def test_what_only_a_rank_can_see_is_named_too(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
-    """Two of the ways (see the CPU tests for the others): a cluster is started for each."""
-    at_fault = spoil(checkpoint)
-    before = sorted(checkpoint.rglob("*"))
-    assert at_fault in refused("serve", str(checkpoint), "--layout", "tp=2")
+@pytest.mark.parametrize("spoil", [*HEADERS, *WEIGHTS])
+def test_a_bad_model_is_named_before_ray_starts(checkpoint: Path, spoil: Callable[[Path], str], tmp_path: Path) -> None:
+    at_fault, before = spoil(checkpoint), sorted(checkpoint.rglob("*"))
+    sessions = tmp_path / "ray"
+    sessions.mkdir()
+    env = {"RAY_TMPDIR": str(sessions)}
+    assert at_fault in refused("serve", str(checkpoint), "--layout", "tp=2", env=env, timeout_s=ONLY_USAGE)
+    assert list(sessions.iterdir()) == []
     assert sorted(checkpoint.rglob("*")) == before
+
+
+LATE = """
+import serve_app.preflight
+serve_app.preflight.check_files = lambda path, spec: None
+from ray import serve
+{more}
+from serve_app import cli
+cli.main()
+"""
+"""The command, blind to what its preflight would see, as if the files had changed after it."""
+
+FAILING_SERVE = """
+def fail(*args, **kwargs):
+    raise RuntimeError("Serve is\\noverloaded")
+serve.status = serve.shutdown = fail
+"""
+
+
+@pytest.mark.parametrize(("more", "named"), [("", ""), (FAILING_SERVE, "RuntimeError: Serve is")], ids=["rank", "serve"])
+def test_what_comes_late_is_one_message_too(checkpoint: Path, more: str, named: str) -> None:
+    """A file that a rank finds cut short; a Serve that raises, even at the end. Ray has started, and is gone."""
+    named = named or half(checkpoint)
+    sessions = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # short: it holds Unix sockets
+    command = (sys.executable, "-c", LATE.format(more=more))
+    message = refused("serve", str(checkpoint), command=command, env={"RAY_TMPDIR": str(sessions)})
+    assert named in message
+    assert len(message.splitlines()) == 1
+    assert list(sessions.iterdir()) != []
+    shutil.rmtree(sessions)
 
 
 @pytest.mark.parametrize("size", [10, 5000, 40_000_000])
