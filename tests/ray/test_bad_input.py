@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -12,9 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import ray
 from safetensors.torch import load_file, save_file
 
+from placement.model_spec import ModelError
+from serve_app.app import build
 from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, resolve
+from serve_app.settings import ServeArgs
 from tests.ray.server import SHARDWRIGHT, run
 from tests.tiny_models import tiny
 
@@ -114,6 +119,20 @@ def test_a_bad_model_is_named_before_ray_starts(checkpoint: Path, spoil: Callabl
     assert sorted(checkpoint.rglob("*")) == before
 
 
+@pytest.mark.parametrize("spoil", [half, missing_tensor, broken_tokenizer])
+def test_no_application_is_built_for_a_bad_model(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
+    """What `serve run` and `serve deploy` call; no cluster is needed to refuse."""
+    at_fault = spoil(checkpoint)
+    with pytest.raises(ModelError, match=re.escape(at_fault)):
+        build(ServeArgs(model=str(checkpoint)))
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("spoil", [half, missing_tensor, broken_tokenizer])
+def test_a_bad_model_is_not_verified(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
+    assert spoil(checkpoint) in refused("verify", str(checkpoint))
+
+
 LATE = """
 import serve_app.preflight
 serve_app.preflight.check_files = lambda path, spec: None
@@ -139,7 +158,7 @@ def test_what_comes_late_is_one_message_too(checkpoint: Path, more: str, named: 
     command = (sys.executable, "-c", LATE.format(more=more))
     message = refused("serve", str(checkpoint), command=command, env={"RAY_TMPDIR": str(sessions)})
     assert named in message
-    assert len(message.splitlines()) == 1
+    assert len(message.strip().splitlines()) == 1
     assert list(sessions.iterdir()) != []
     shutil.rmtree(sessions)
 
