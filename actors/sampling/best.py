@@ -35,7 +35,7 @@ def best(logits: Tensor, ids: Tensor, count: int) -> Candidates:
 
 def _break_ties(logits: Tensor, ids: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best of one row [columns], from all that are as good as `last`. bf16 logits are equal often."""
-    columns = torch.nonzero(torch.nan_to_num(logits, nan=torch.inf, neginf=-torch.inf) >= last).flatten()
+    columns = torch.nonzero(torch.nan_to_num(logits, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf) >= last).flatten()
     ordered = _sorted(logits[columns].unsqueeze(0), ids[columns].unsqueeze(0))
     return ordered.logits[0, :count], ordered.ids[0, :count]
 

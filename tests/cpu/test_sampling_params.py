@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -154,13 +155,16 @@ def test_impossible_tokens_score_a_finite_floor() -> None:
 BAD = {"nan": math.nan, "negative nan": -math.nan, "inf": math.inf}
 
 
+@pytest.mark.parametrize("places", [[20], range(20, 45)], ids=["one", "more than are shortlisted"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", [GREEDY, SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.9)], ids=str)
-def test_a_row_with_bad_logits_is_marked_and_the_others_are_sound(kind: SamplingParams, bad: str) -> None:
+def test_a_row_with_bad_logits_is_marked_and_the_others_are_sound(
+    kind: SamplingParams, bad: str, places: Sequence[int]
+) -> None:
     params = kind.model_copy(update={"logprobs": 2})
     logits = random_logits(3)
     sound = sampler().sample(logits, [SampleRow(params, [0], 1)] * 3)
-    logits[1, 20] = BAD[bad]
+    logits[1, list(places)] = BAD[bad]
     found = sampler().sample(logits, [SampleRow(params, [0], 1)] * 3)
     assert (found[0], found[2]) == (sound[0], sound[2])
     assert found[1].error is not None
