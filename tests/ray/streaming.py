@@ -51,6 +51,11 @@ class Stream:
         return self
 
     @property
+    def ended(self) -> bool:
+        """Whether the answer is over, well or not."""
+        return not self._thread.is_alive()
+
+    @property
     def chunks(self) -> list[dict[str, Any]]:
         """The events before the end marker."""
         assert self.data[-1] == "[DONE]", self.data[-2:]
@@ -63,6 +68,12 @@ class Stream:
         return [token for chunk in self.chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])]
 
     @property
+    def tokens_so_far(self) -> list[int]:
+        """The tokens of a stream that still runs, or was left."""
+        chunks = [json.loads(line) for line in list(self.data)]
+        return [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])]
+
+    @property
     def text(self) -> str:
         """The text of a completion or chat stream that ended well."""
         choices = [choice for chunk in self.chunks for choice in chunk["choices"]]
@@ -70,7 +81,8 @@ class Stream:
 
     def _read(self, url: str, request: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", url, json=request, headers=self._headers, timeout=_WAIT_S) as response:
+            # No TLS here, so no certificates: to load them takes this thread seconds while others of its process read streams.
+            with httpx.stream("POST", url, json=request, headers=self._headers, timeout=_WAIT_S, verify=False) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
                     if line.startswith("data: "):
