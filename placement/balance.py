@@ -9,6 +9,7 @@ from math import prod
 from placement.layout import Layout
 from placement.mesh import coords
 from placement.model_spec import ModelSpec
+from placement.pieces import Parameter
 from placement.shards import Shard, parameters, shard
 
 MEASURE = "weights a rank reads for each step of one token; an embedding that is only looked up is not read"
@@ -38,11 +39,17 @@ def balance(spec: ModelSpec, layout: Layout) -> Balance:
 
 
 def weights_read(spec: ModelSpec, own: Shard) -> int:
-    """Weight elements a rank reads for a step of one token. Padding rows are read like any other."""
-    rows = {row.name: prod(row.shape) for row in parameters(spec, own)}
+    """Weight elements a rank reads for a step of one token. Padding rows are read like any other; of experts those that the
+    token is expected to choose, all being as likely."""
+    rows = {row.name: _read(spec, row) for row in parameters(spec, own)}
     looked_up = rows.pop("embed.weight", 0)
     is_head = own.last_stage and "head.weight" not in rows
     return sum(rows.values()) + (looked_up if is_head else 0)
+
+
+def _read(spec: ModelSpec, row: Parameter) -> int:
+    chosen = (spec.moe.top_k, spec.moe.num_experts) if spec.moe is not None and ".experts." in row.name else (1, 1)
+    return prod(row.shape) * chosen[0] // chosen[1]
 
 
 def bubble(stages: int, micro_batches: int) -> float:

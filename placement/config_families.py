@@ -18,13 +18,20 @@ class Family:
     head_dim: int | None = None
     """None: ``hidden_size / num_attention_heads``."""
     attention_bias: bool = False
-    """Default of the field of that name."""
+    """Default of `bias_field`."""
+    bias_field: str = "attention_bias"
     qkv_bias: bool | None = None
-    """None: as ``attention_bias`` says."""
+    """None: as `bias_field` says."""
     o_bias: bool | None = False
     mlp_bias: bool | None = False
     """None: as ``mlp_bias`` says."""
     qk_norm: str = "none"
+    """``optional``: per head where ``use_qk_norm`` says so."""
+    moe: str | None = None
+    """How the family writes its experts: see `placement.config_moe`."""
+    sinks: str = "none"
+    mtp_layers: int = 0
+    """Default of ``num_nextn_predict_layers``."""
     norm_eps: float = 1e-6
     norms: str = "pre"
     gemma: bool = False
@@ -74,6 +81,11 @@ FAMILIES = {
     "mistral": Family(131072, 8, qkv_bias=False, windows="all", window=4096, bos_token_id=1, eos_token_ids=(2,)),
     "qwen2": Family(32768, 32, qkv_bias=True, windows="qwen", window=4096),
     "qwen3": Family(32768, 32, head_dim=128, o_bias=None, qk_norm="head", windows="qwen", window=4096),
+    "mixtral": Family(
+        131072, 8, qkv_bias=False, moe="mixtral", norm_eps=1e-5, windows="all", theta=1e6, bos_token_id=1, eos_token_ids=(2,)
+    ),
+    "qwen2_moe": Family(32768, 16, attention_bias=True, bias_field="qkv_bias", moe="qwen2", windows="qwen2_moe", window=4096),
+    "qwen3_moe": Family(32768, 4, o_bias=None, qk_norm="head", moe="qwen3", windows="if_told", window=4096),
     "smollm3": Family(
         32768,
         4,

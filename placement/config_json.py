@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.config_families import ACTIVATIONS, FAMILIES, Family
+from placement.config_moe import read_moe
 from placement.config_rope import read_ropes
 from placement.config_windows import read_unrotated, read_windows
 from placement.header_fields import Fields, made
@@ -45,7 +46,7 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
     num_heads = config.whole("num_attention_heads")
     num_layers = config.num_layers("num_hidden_layers")
     head_dim = _head_dim(config, family, num_heads)
-    attention_bias = config.flag("attention_bias", family.attention_bias)
+    attention_bias = config.flag(family.bias_field, family.attention_bias)
     max_position = config.whole("max_position_embeddings", family.max_position)
     rope, local_rope = read_ropes(config, family, head_dim, max_position)
     return made(
@@ -67,7 +68,10 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
+        moe=read_moe(config, family.moe, num_layers),
+        sinks=family.sinks,
+        mtp_layers=config.whole("num_nextn_predict_layers", config.whole("num_mtp_layers", family.mtp_layers)),
+        qk_norm=_qk_norm(config, family),
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
@@ -100,6 +104,13 @@ def _gemma(config: Fields, family: Family) -> dict[str, Any]:
         "attention_softcap": attention,
         "logit_softcap": logits,
     }
+
+
+def _qk_norm(config: Fields, family: Family) -> str:
+    """The family's, unless it leaves it to the file."""
+    if family.qk_norm != "optional":
+        return family.qk_norm
+    return "head" if config.flag("use_qk_norm", False) else "none"
 
 
 def _activation(config: Fields, family: Family) -> str:

@@ -49,6 +49,22 @@ def _qwen(config: Fields, family: Family, window: int | None, num_layers: int) -
     return _of_kinds(config, kinds, window, num_layers)
 
 
+def _qwen2_moe(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """Only if told to: on every other layer, from the first on, of those before ``max_window_layers``."""
+    if not config.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = config.texts("layer_types")
+    if kinds is not None:
+        return _of_kinds(config, kinds, window, num_layers)
+    last = config.whole("max_window_layers", 28)
+    return tuple(window if layer % 2 == 0 and layer < last else None for layer in range(num_layers))
+
+
+def _if_told(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On all layers, if told to."""
+    return (window if config.flag("use_sliding_window", False) else None,) * num_layers
+
+
 def _smollm3(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
     """Only if told to, on the layers without rope."""
     if not config.flag("use_sliding_window", False):
@@ -87,6 +103,8 @@ _RULES: dict[str, Callable[[Fields, Family, int | None, int], Windows]] = {
     "none": _none,
     "all": _all,
     "qwen": _qwen,
+    "qwen2_moe": _qwen2_moe,
+    "if_told": _if_told,
     "smollm3": _smollm3,
     "pattern": _pattern,
 }

@@ -13,21 +13,21 @@ pp 1 │ rank 2          │ rank 3          │
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from placement.collectives import Entry
 from placement.explain import Explanation, RankView, layer_parameters
+from placement.memory import parameter_bytes
 from placement.mesh import AXES
-from placement.model_spec import DTYPE_BYTES
+from placement.model_spec import ModelSpec
+from placement.pieces import Parameter
+from placement.shards import Shard
 
 _WIDEST = 116
 """Characters of a line; a tp group that needs more goes on below."""
 
-_BEFORE = {"attn.qkv.weight": "attention input", "mlp.gate_up.weight": "mlp input"}
-_AFTER = {"attn.qkv.weight": "attention:", "attn.o.weight": "attention output", "mlp.down.weight": "mlp output"}
-"""Traffic that belongs before or after a matrix, by how the name of its region starts."""
-
-_HALF_ENDS = ("attn.o.weight", "mlp.down.weight")
+_BEFORE = {"attn.qkv.weight": "attention input"}
+_AFTER = {"attn.qkv.weight": "attention:", "attn.o.weight": "attention output"}
+"""Traffic that belongs before or after a matrix of attention, by how the name of its region starts."""
 
 
 def grid(explained: Explanation) -> Iterator[str]:
@@ -55,19 +55,27 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
     tokens = view.num_hidden
     hidden = f"hidden [{tokens:,} token{'' if tokens == 1 else 's'}, {spec.hidden_size:,}]"
     yield hidden
-    for name, row in layer_parameters(spec, view.own):
-        yield from _collectives(sent, _BEFORE.get(name))
-        taken = " + ".join(f"{piece.shape[piece.dim]:,}" for piece in row.pieces)
-        shape = ", ".join(f"{size:,}" for size in row.shape)
-        parts = f"  = {taken}" if len(row.pieces) > 1 else ""
-        size = size_text(prod(row.shape) * DTYPE_BYTES[step.dtype])
-        yield f"│  {name.removesuffix('.weight'):<14}  [{shape}]{parts}  {size}"
+    rows = dict(layer_parameters(spec, view.own))
+    mlp = [name for name in rows if name.startswith("mlp.")]
+    before = _BEFORE | {mlp[0]: "mlp input"}
+    after = _AFTER | {mlp[-1]: "mlp output"}
+    wide = max(14, *(len(name.removesuffix(".weight")) for name in rows))
+    for name, row in rows.items():
+        yield from _collectives(sent, before.get(name))
+        yield f"│  {name.removesuffix('.weight'):<{wide}}  {_shape(row)}  {size_text(parameter_bytes(row, step.dtype))}"
         if name == "attn.qkv.weight":
-            yield f"│  attention       {_heads(view)} of {spec.head_dim}"
-        yield from _collectives(sent, _AFTER.get(name))
-        if name in _HALF_ENDS:
+            yield f"│  {'attention':<{wide}}  {_heads(view)} of {spec.head_dim}"
+        yield from _collectives(sent, after.get(name))
+        if name in ("attn.o.weight", mlp[-1]):
             yield "│  + residual"
     yield hidden
+
+
+def _shape(row: Parameter) -> str:
+    """``[1,408, 576]  = 704 + 704``: the parts it is stacked of, in each slot where there are several."""
+    parts = [f"{piece.shape[piece.dim]:,}" for piece in row.pieces if piece.slot == row.pieces[0].slot]
+    shape = ", ".join(f"{size:,}" for size in row.shape)
+    return f"[{shape}]  = {' + '.join(parts)}" if len(parts) > 1 else f"[{shape}]"
 
 
 def size_text(num_bytes: float) -> str:
@@ -89,11 +97,19 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
         f"rank {view.world_rank}",
         f"layers {runs_text(own.layers)}",
         _heads(view),
-        f"{len(own.columns):,} columns",
+        *(_columns(explained.spec, own)),
         f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary",
         f"weights {size_text(memory.weight_bytes)}",
         f"KV {memory.kv_bytes_per_token:,} B a token",
     ]
+
+
+def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:
+    """What a rank has of the MLPs and of the experts; as many lines on every rank."""
+    if "MLP" in spec.widths:
+        yield f"{len(own.columns):,} columns"
+    if spec.moe is not None:
+        yield f"{len(own.experts):,} experts of {len(own.expert_columns):,} columns"
 
 
 def _heads(view: RankView) -> str:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 from placement import mesh
 from placement.balance import MEASURE, Balance, balance, bubble
 from placement.collectives import Entry
 from placement.layout import Layout
-from placement.memory import RankMemory, parameter_count, rank_memories
+from placement.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
 from placement.mesh import Coords
-from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
+from placement.model_spec import DType, ModelSpec
 from placement.pieces import Parameter
 from placement.shards import Shard, parameters
 from placement.step_shape import StepShape
@@ -66,8 +65,9 @@ def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
 
 
 def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
-    """The parameters of a rank's first layer, by their names inside the layer."""
-    start = f"layers.{own.layers.start}."
+    """The parameters of one layer of a rank, by their names inside it: its first with experts, or its first."""
+    layer = next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
+    start = f"layers.{layer}."
     for row in parameters(spec, own):
         if row.name.startswith(start):
             yield row.name.removeprefix(start), row
@@ -117,7 +117,8 @@ def _rank_json(view: RankView) -> dict[str, Any]:
         "layers": list(own.layers),
         "q_heads": list(own.q_heads),
         "kv_heads": list(own.kv_heads),
-        "experts": [],
+        "experts": list(own.experts),
+        "expert_columns": [own.expert_columns.start, own.expert_columns.stop],
         "columns": [own.columns.start, own.columns.stop],
         "vocabulary": [own.vocab.start, own.vocab.stop],
         "weight_bytes": view.memory.weight_bytes,
@@ -128,15 +129,15 @@ def _rank_json(view: RankView) -> dict[str, Any]:
 
 def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]:
     """One layer on one tp rank: each parameter, and the slices of checkpoint tensors it is made of."""
-    each, rows = DTYPE_BYTES[dtype], dict(layer_parameters(spec, view.own))
+    rows = dict(layer_parameters(spec, view.own))
     return {
         "world_rank": view.world_rank,
-        "bytes": each * sum(prod(row.shape) for row in rows.values()),
+        "bytes": sum(parameter_bytes(row, dtype) for row in rows.values()),
         "parameters": [
             {
                 "name": name,
                 "shape": row.shape,
-                "bytes": each * prod(row.shape),
+                "bytes": parameter_bytes(row, dtype),
                 "slices": [
                     {"source": piece.source, "source_shape": piece.source_shape, "shape": piece.shape} for piece in row.pieces
                 ],

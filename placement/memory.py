@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, LayoutError
 from placement.mesh import coords
 from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
-from placement.shards import Shard, parameters, shard, weight_elements
+from placement.pieces import Parameter
+from placement.shards import Shard, parameters, shard
 
 BLOCK_TOKENS = 16
 """Tokens of one KV block."""
@@ -65,12 +67,17 @@ def parameter_count(spec: ModelSpec) -> int:
     """Parameters of the whole model: tied embeddings once, padding not at all."""
     single = Layout()
     pieces = (piece for parameter in parameters(spec, shard(spec, single, coords(single, 0))) for piece in parameter.pieces)
-    return sum(len(piece.take) * _others(piece.source_shape, piece.dim) for piece in pieces)
+    return sum(prod(piece.shape) for piece in pieces)
 
 
 def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
     """Bytes of a rank's weights, padding rows included. `dtype`: what they are kept in, the model's own unless given."""
-    return weight_elements(spec, own) * DTYPE_BYTES[dtype or spec.dtype]
+    return sum(parameter_bytes(parameter, dtype or spec.dtype) for parameter in parameters(spec, own))
+
+
+def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
+    """Bytes of a parameter of a rank whose weights are kept in `dtype`."""
+    return prod(parameter.shape) * DTYPE_BYTES["float32" if parameter.fp32 else dtype]
 
 
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
@@ -127,11 +134,3 @@ def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_lengt
 
 def _share(rank: RankMemory) -> str:
     return "one sequence" if rank.kv_owners == 1 else f"its share (1 of {rank.kv_owners}) of one sequence"
-
-
-def _others(shape: tuple[int, ...], dim: int) -> int:
-    """Elements per index of `dim`."""
-    product = 1
-    for other, size in enumerate(shape):
-        product *= 1 if other == dim else size
-    return product

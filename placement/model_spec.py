@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from placement.bounds import Count, Positive
+from placement.moe_spec import MoESpec
 
 DType = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ModelError(ValueError):
@@ -96,11 +95,19 @@ class ModelSpec(BaseModel):
     num_kv_heads: Count
     head_dim: Count
     intermediate_size: Count
+    """Columns of the MLP of a dense layer."""
     vocab_size: Count
     max_position: Count
     norm_eps: Positive
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """What the gate of the MLP goes through."""
+    moe: MoESpec | None = None
+    """The layers with experts; None: every layer is dense."""
+    sinks: Literal["none", "all", "windows"] = "none"
+    """Layers whose query heads each have a learned score beside those of the keys, which takes its share of the softmax and
+    adds nothing (gpt-oss): all, or those with a window."""
+    mtp_layers: int = 0
+    """Layers after the last that guess further tokens. The checkpoint has them; they are not loaded."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -145,6 +152,8 @@ class ModelSpec(BaseModel):
             raise ValueError(f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, but num_layers={self.num_layers}")
+        if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
+            raise ValueError(f"moe names the layers {self.moe.layers}, but num_layers={self.num_layers}")
         for rope in filter(None, (self.rope, self.local_rope)):
             _check_rope(rope, self.head_dim)
         return self
@@ -158,6 +167,22 @@ class ModelSpec(BaseModel):
     def scores_scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Columns of each kind of gated MLP the model has: what a tp group splits."""
+        moe = self.moe
+        dense = {} if moe is not None and len(moe.layers) == self.num_layers else {"MLP": self.intermediate_size}
+        experts = {} if moe is None else {"expert": moe.expert_size, "shared expert": moe.shared_size}
+        return {name: width for name, width in (dense | experts).items() if width}
+
+    def moe_of(self, layer: int) -> MoESpec | None:
+        """The experts of a layer; None where it is dense."""
+        return self.moe if self.moe is not None and layer in self.moe.layers else None
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether the query heads of a layer have sinks."""
+        return self.sinks == "all" or (self.sinks == "windows" and self.windows[layer] is not None)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """The rope of a layer; None where it has none."""

@@ -17,8 +17,11 @@ Segment = tuple[str, int, range]
 class Piece:
     """One slice of one checkpoint tensor and where it lands in a rank's parameter.
 
-    ``target.narrow(dim, at, len(take))`` receives ``source.narrow(dim, take.start, len(take))``.
-    `source` is the Hugging Face name of the tensor, `source_shape` its whole shape.
+    ``target.narrow(dim, at, len(take))`` receives ``source.narrow(dim, take.start, len(take))``, or every so many of these
+    where `take` has a step. `source` is the Hugging Face name of the tensor, `source_shape` its whole shape.
+
+    Where tensors hold one matrix an expert, all of this is said of the matrix ``source[source_slot]`` and of ``target[slot]``;
+    where the source's is `turned`, of ``target[slot].T``.
     """
 
     source: str
@@ -26,11 +29,15 @@ class Piece:
     dim: int
     take: range
     at: int
+    source_slot: int | None = None
+    slot: int | None = None
+    turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the slice."""
-        return (*self.source_shape[: self.dim], len(self.take), *self.source_shape[self.dim + 1 :])
+        whole = self.source_shape if self.source_slot is None else self.source_shape[1:]
+        return (*whole[: self.dim], len(self.take), *whole[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    fp32: bool = False
+    """Kept in float32 whatever the model computes in."""
 
 
 def fused(source: str, segments: Sequence[Segment]) -> list[Segment]:

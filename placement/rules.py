@@ -24,6 +24,13 @@ Broken = tuple[str, str]
 BUILT = ("replicas", "pp", "cp", "tp", "dcp", "sp", "stage_layers", "tp_shares", "cp_style")
 """Fields that may differ from their default."""
 
+_WIDTH_FIELDS = {
+    "MLP": "intermediate_size",
+    "expert": "moe_intermediate_size",
+    "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
+}
+"""Where config.json says the sizes of `ModelSpec.widths`."""
+
 
 def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Violation]:
     """Every broken rule, each with the nearest legal layouts."""
@@ -62,9 +69,10 @@ def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
 
 
 def a_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
-    """Every rank has part of every MLP."""
-    if layout.tp > model.intermediate_size:
-        yield "tp", f"tp={layout.tp} is more than the {model.intermediate_size} MLP columns (intermediate_size) of the model"
+    """Every rank has part of every MLP and of every expert."""
+    for name, width in model.widths.items():
+        if layout.tp > width:
+            yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"
 
 
 def a_vocabulary_row_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:

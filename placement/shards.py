@@ -17,13 +17,16 @@ its query heads are dealt over them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from placement.dealing import Shares, deal, level, split_hands
+from placement.expert_pieces import expert_layer
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
+from placement.moe_spec import MoESpec
 from placement.pieces import Parameter, fused, inputs, rows, whole
 from placement.stages import partition
 
@@ -60,6 +63,12 @@ class Shard:
     vocab: range
     first_stage: bool
     last_stage: bool
+    experts: tuple[int, ...] = ()
+    """The expert in each slot of a layer with experts."""
+    expert_columns: range = range(0)
+    """Columns of each of these experts."""
+    shared_columns: range = range(0)
+    """Columns of the shared expert."""
 
 
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
@@ -75,7 +84,19 @@ def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
         vocab=vocabulary(spec, layout.tp, shares)[at.tp],
         first_stage=at.pp == 0,
         last_stage=at.pp == layout.pp - 1,
+        **_experts(spec, layout.tp, shares, at.tp),
     )
+
+
+def _experts(spec: ModelSpec, tp: int, shares: Shares, tp_rank: int) -> dict[str, Any]:
+    """The expert fields of a shard."""
+    if spec.moe is None:
+        return {}
+    return {
+        "experts": tuple(range(spec.moe.num_experts)),
+        "expert_columns": expert_columns(spec, spec.moe, tp, shares)[tp_rank],
+        "shared_columns": shared_columns(spec, spec.moe, tp, shares)[tp_rank],
+    }
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -92,8 +113,7 @@ def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
     """Weight elements of each layer."""
     everything = whole_model(spec)
     return tuple(
-        sum(_product(parameter.shape) for parameter in _layer(spec, everything, str(layer), str(layer)))
-        for layer in range(spec.num_layers)
+        sum(_product(parameter.shape) for parameter in _layer(spec, everything, layer)) for layer in range(spec.num_layers)
     )
 
 
@@ -107,6 +127,7 @@ def whole_model(spec: ModelSpec) -> Shard:
         vocab=range(spec.vocab_size),
         first_stage=True,
         last_stage=True,
+        **_experts(spec, 1, None, 0),
     )
 
 
@@ -128,12 +149,35 @@ def heads(spec: ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, 
 def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
     """MLP columns of each tp rank, dealt so that attention and MLP weights together follow the shares (or are even) as
     nearly as they can: a rank that got more heads than its due gets fewer columns."""
-    attention = [
+    return _leveled(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
+
+
+def expert_columns(spec: ModelSpec, moe: MoESpec, tp: int, shares: Shares = None) -> list[range]:
+    """Columns of each expert on each tp rank, dealt as `columns` are: a token goes through `top_k` experts."""
+    return _leveled(spec, moe.expert_size, moe.top_k, _attention_elements(spec, tp, shares), shares)
+
+
+def shared_columns(spec: ModelSpec, moe: MoESpec, tp: int, shares: Shares = None) -> list[range]:
+    """Columns of the shared expert on each tp rank: what attention and the experts leave uneven, they even out."""
+    if not moe.shared_size:
+        return [range(0)] * tp
+    routed = (3 * spec.hidden_size * moe.top_k * len(hand) for hand in expert_columns(spec, moe, tp, shares))
+    already = map(sum, zip(_attention_elements(spec, tp, shares), routed, strict=True))
+    return _leveled(spec, moe.shared_size, 1, list(already), shares)
+
+
+def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
+    """Weight elements of a layer's attention on each tp rank."""
+    return [
         (2 * len(q_heads) + 2 * len(kv_heads)) * spec.head_dim * spec.hidden_size
         for q_heads, kv_heads in heads(spec, tp, shares)
     ]
-    block = _block(spec.intermediate_size, tp)
-    return level(spec.intermediate_size // block, block, attention, 3 * spec.hidden_size, shares)
+
+
+def _leveled(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
+    """Columns of a gated MLP, whose three matrices a token meets `times` times."""
+    block = _block(width, len(already))
+    return level(width // block, block, already, 3 * spec.hidden_size * times, shares)
 
 
 def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
@@ -149,7 +193,7 @@ def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
     if own.first_stage:
         yield rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
     for layer in own.layers:
-        yield from _layer(spec, own, f"layers.{layer}", f"model.layers.{layer}")
+        yield from _layer(spec, own, layer)
     if own.last_stage:
         yield whole("norm.weight", "model.norm.weight", hidden)
         if not spec.tie_embeddings:
@@ -163,11 +207,18 @@ def weight_elements(spec: ModelSpec, own: Shard) -> int:
     return sum(_product(parameter.shape) for parameter in parameters(spec, own))
 
 
-def _layer(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+def _layer(spec: ModelSpec, own: Shard, layer: int) -> Iterator[Parameter]:
+    here, there, moe = f"layers.{layer}", f"model.layers.{layer}", spec.moe_of(layer)
     yield from _norms(spec, here, there, "input_norm")
     yield from _attention(spec, own, f"{here}.attn", f"{there}.self_attn")
+    if spec.has_sinks(layer):
+        sinks = rows(f"{here}.attn.sinks", None, (f"{there}.self_attn.sinks", spec.num_heads, own.q_heads))
+        yield replace(sinks, fp32=True)
     yield from _norms(spec, here, there, "attn_out_norm", "post_norm")
-    yield from _mlp(spec, own, f"{here}.mlp", f"{there}.mlp")
+    if moe is None:
+        yield from _mlp(spec, own, f"{here}.mlp", f"{there}.mlp")
+    else:
+        yield from expert_layer(spec, moe, own, here, there)
     yield from _norms(spec, here, there, "mlp_out_norm")
 
 

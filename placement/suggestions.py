@@ -18,7 +18,7 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
-    most_tp = min(model.num_heads, model.intermediate_size, model.vocab_size, devices)
+    most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)
     if cluster is not None:
         most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
     found: list[Layout] = []

@@ -22,6 +22,7 @@ _AUXILIARY = re.compile(
     r"|rope_(freqs|factors_long|factors_short)\.weight"  # GGUF: rope scaling, read by `placement.gguf_rope`
     r"|blk\.\d+\.attn_rot_embd\.weight"  # GGUF: old converters' copy of inv_freq
 )
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ def _check_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
 
 
 def _ignorable(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor may be left unread: it repeats what the spec says, or is a second copy of a tied embedding."""
-    return _AUXILIARY.fullmatch(name) is not None or (spec.tie_embeddings and name == "lm_head.weight")
+    """Whether a tensor may be left unread: it repeats what the spec says, is a second copy of a tied embedding, or is of a
+    layer that guesses further tokens."""
+    if _AUXILIARY.fullmatch(name) is not None or (spec.tie_embeddings and name == "lm_head.weight"):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.mtp_layers
 
 
 def _part(own: Shard) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.model.attention import AttentionBackend
 from actors.model.attention_cpu import CpuAttention
 from actors.model.batch import Batch
+from actors.model.checkpoint.load import landing
 from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
@@ -127,8 +128,8 @@ def fill(decoder: Decoder, model: TinyModel, own: Shard) -> None:
         for piece in parameter.pieces:
             source = state[piece.source]
             assert tuple(source.shape) == piece.source_shape
-            part = source.narrow(piece.dim, piece.take.start, len(piece.take))
-            target.narrow(piece.dim, piece.at, len(piece.take)).copy_(part)
+            matrix = source if piece.source_slot is None else source[piece.source_slot]
+            landing(target, piece).copy_(matrix.index_select(piece.dim, torch.tensor(piece.take)))
 
 
 def batch_of(parts: list[Part], sequences: list[list[int]], tables: list[list[int]], block_size: int) -> Batch:

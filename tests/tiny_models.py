@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -66,6 +67,9 @@ LONGROPE: dict[str, Any] = {
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
+_EXPERTS = {"moe_intermediate_size": 28, "num_experts_per_tok": 2}
+"""No tp size divides the columns."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
     "llama3": {"model_type": "llama", "rope_parameters": ROPES["llama3"]},
@@ -105,6 +109,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 36},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_EXPERTS,
+        "num_experts": 5,
+        "head_dim": 12,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
 }
 """What each variant adds to the common sizes."""
 
@@ -119,8 +139,8 @@ class TinyModel:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Weights by their Hugging Face names."""
-        return self.reference.state_dict()
+        """Weights as they are saved, by their Hugging Face names."""
+        return load_file(self.folder / "model.safetensors")
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[len(tokens), vocab] fp32, as transformers computes them in one go."""
@@ -165,7 +185,7 @@ def _draw_weights(model: PreTrainedModel, bias: float) -> None:
             elif weight.dim() == 1:
                 weight.normal_().mul_(0.2).add_(1)
             else:
-                weight.normal_().mul_(weight.shape[1] ** -0.5)
+                weight.normal_().mul_(weight.shape[-1] ** -0.5)
 
 
 @cache

@@ -36,6 +36,7 @@ from actors.model.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from actors.model.moe.build import mixture
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
 from actors.model.rope import Rotate, make_rope
@@ -219,7 +220,9 @@ class _Builder:
         self._spec, self._own, self._tp, self._backend = spec, own, tp, backend
         self.ropes = list(dict.fromkeys(spec.rope_of(layer) for layer in own.layers))
         self._table = {
-            row.name: nn.Parameter(torch.empty(row.shape, dtype=dtype, device=device), requires_grad=False)
+            row.name: nn.Parameter(
+                torch.empty(row.shape, dtype=torch.float32 if row.fp32 else dtype, device=device), requires_grad=False
+            )
             for row in parameters(spec, own)
         }
 
@@ -237,15 +240,21 @@ class _Builder:
 
     def layer(self, index: int) -> Layer:
         at = f"layers.{index}"
-        mlp = GatedMLP(self.column(f"{at}.mlp.gate_up"), self.row(f"{at}.mlp.down"), ACTIVATIONS[self._spec.activation])
         return Layer(
             self.norm(f"{at}.input_norm"),
             self.attention(index, f"{at}.attn"),
             self.norm(f"{at}.attn_out_norm"),
             self.norm(f"{at}.post_norm"),
-            mlp,
+            self.feed_forward(index, f"{at}.mlp"),
             self.norm(f"{at}.mlp_out_norm"),
         )
+
+    def feed_forward(self, index: int, at: str) -> nn.Module:
+        """An MLP, or a mixture of experts where the layer has them."""
+        moe = self._spec.moe_of(index)
+        if moe is not None:
+            return mixture(self._spec, moe, self._own, self._table, at)
+        return GatedMLP(self.column(f"{at}.gate_up"), self.row(f"{at}.down"), ACTIVATIONS[self._spec.activation])
 
     def attention(self, index: int, at: str) -> GroupedAttention:
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))

@@ -141,9 +141,10 @@ def test_the_counters_are_the_traffic(layout_text: str, monkeypatch: pytest.Monk
     assert counted(model, layout, plans) == expected(model, layout, steps)
 
 
-@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=2,pp=2"], indirect=True)
-def test_norms_over_all_heads_cross_the_group(layout_text: str) -> None:
-    model, layout = tiny("olmo2"), Layout.parse(layout_text)
+@pytest.mark.parametrize("family", ["olmo2", "qwen2_moe"])
+@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=2,pp=2", "cp=2,tp=2"], indirect=True)
+def test_norms_over_all_heads_cross_the_group_and_experts_say_no_more_than_an_mlp(family: str, layout_text: str) -> None:
+    model, layout = tiny(family), Layout.parse(layout_text)
     plans = [
         StepPlan(
             step=0, started=[start(0, 9)], rows=[Row(sequence_id=0, start=0, count=9, new_blocks=blocks_of(0), sample=True)]

@@ -9,6 +9,7 @@ dequantises the blocks that overlap it::
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import gguf
@@ -39,9 +40,11 @@ class GgufSource:
         self._head_dim = spec.head_dim if known.permuted else None
         self._norm_offset = spec.norm_offset if known.gemma else 0.0
 
-    def fill(self, name: str, dim: int, take: range, target: Tensor) -> None:
+    def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
         info = self._infos[self.directory.tensors[name].stored_name]
         blocks = self._rows(info)
+        if slot is not None:
+            blocks = blocks.reshape(info.shape[-1], -1, blocks.shape[1])[slot]
         target = target.unsqueeze(1) if target.dim() == 1 else target
         rows, columns = (take, range(target.shape[1])) if dim == 0 else (range(blocks.shape[0]), take)
         block, block_bytes = gguf.GGML_QUANT_SIZES[info.quantization]
@@ -60,9 +63,13 @@ class GgufSource:
         self._data = None
 
     def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """The bytes of a tensor, [rows, bytes of a row]; a vector is one element a row. A view of the mapped file."""
+        """The bytes of a tensor, [rows, bytes of a row]; a vector is one element a row. A view of the mapped file.
+
+        The rows of a stack of matrices lie end to end.
+        """
         assert self._data is not None, "the source is closed"
-        return self._data[info.offset : info.offset + info.num_bytes].reshape(info.shape[-1], -1)
+        rows = info.shape[0] if len(info.shape) == 1 else prod(info.shape[1:])
+        return self._data[info.offset : info.offset + info.num_bytes].reshape(rows, -1)
 
     def _stored(self, name: str, rows: range) -> slice | NDArray[np.int64]:
         """Where rows of the Hugging Face tensor are in the file.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.model.checkpoint.source import TensorSource
 from placement.model_spec import ModelError, ModelSpec
-from placement.pieces import Parameter
+from placement.pieces import Parameter, Piece
 from placement.shards import Shard, parameters
 from placement.tensor_directory import check, some
 
@@ -48,12 +48,19 @@ def load(
 @torch.no_grad()
 def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
     """Copy each piece to its place; what no piece covers is padding."""
-    parts = [target.narrow(piece.dim, piece.at, len(piece.take)) for piece in parameter.pieces]
+    parts = [landing(target, piece) for piece in parameter.pieces]
     if sum(part.numel() for part in parts) < target.numel():
         target.zero_()
     for piece, part in zip(parameter.pieces, parts, strict=True):
         if part.numel():
-            source.fill(piece.source, piece.dim, piece.take, part)
+            source.fill(piece.source, piece.dim, piece.take, part, piece.source_slot)
+
+
+def landing(target: Tensor, piece: Piece) -> Tensor:
+    """Where a piece lands in its parameter: a view, of the piece's shape."""
+    matrix = target if piece.slot is None else target[piece.slot]
+    matrix = matrix.transpose(0, 1) if piece.turned else matrix
+    return matrix.narrow(piece.dim, piece.at, len(piece.take))
 
 
 def _check_parameters(given: Mapping[str, Tensor], table: list[Parameter]) -> None:

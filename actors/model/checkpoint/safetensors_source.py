@@ -26,10 +26,11 @@ class SafetensorsSource:
             self._handles = {file: _open(file, opened) for file in files}
             self._open = opened.pop_all()
 
-    def fill(self, name: str, dim: int, take: range, target: Tensor) -> None:
-        entry = self.directory.tensors[name]
-        cut = (slice(None),) * dim + (slice(take.start, take.stop),)
-        target.copy_(self._handles[entry.file].get_slice(entry.stored_name)[cut])
+    def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
+        entry, before = self.directory.tensors[name], (slice(None),) * dim
+        whole = self._handles[entry.file].get_slice(entry.stored_name)
+        run = whole[(*(() if slot is None else (slot,)), *before, slice(take.start, take.stop))]
+        target.copy_(run[(*before, slice(None, None, take.step))])
 
     def close(self) -> None:
         self._handles.clear()

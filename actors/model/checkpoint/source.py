@@ -18,10 +18,11 @@ class TensorSource(Protocol):
 
     directory: TensorDirectory
 
-    def fill(self, name: str, dim: int, take: range, target: Tensor) -> None:
+    def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
         """Write ``tensor.narrow(dim, take.start, len(take))`` into `target`: same shape, not empty, any float type, any device.
 
-        Only the slice is read, and no more than a small chunk of it is ever in memory beside `target`.
+        Where `take` has a step, every so many of these; with `slot`, of ``tensor[slot]``. Only the slice is read, and no more
+        than a small chunk of it is ever in memory beside `target`.
         """
 
     def close(self) -> None:

@@ -1,0 +1,85 @@
+"""The feed-forward half of a layer with experts.
+
+The path of a step where every rank of the tp group holds some columns of every expert (``moe_tp = tp``)::
+
+    attention ──partial──→ region.sum ──→ + residual ──→ norm ──→ region.gather ──→ [T, h] on every rank
+                                                                                      │
+                       ┌───────────────────────┬──────────────────────────────────────┤
+                    router                  experts                             shared expert
+               (whole, fp32)       (own columns of all of them)            (own columns, its gate whole)
+                       │  weights, ids         │ partial [T, h]                       │ partial [T, h]
+                       └──────────────────→    └───────────── + ──────────────────────┘
+                                                              │
+                        residual + ←── [T, h], or own tokens ←── region.sum (once, for both)
+
+So a layer with experts says on the wire what a dense one says. The block runs the experts it has on the tokens it is given and
+returns partial sums; `Region` decides who else's sums there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from actors.model.layers import linear
+from actors.model.moe.experts import Experts, Gated
+from actors.model.moe.router import Router
+from actors.model.regions import Region
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and the experts of this rank."""
+
+    def __init__(self, router: Router, experts: Experts, held: Sequence[int], num_experts: int) -> None:
+        """`held`: the expert in each slot of `experts`, of `num_experts` in all."""
+        super().__init__()
+        self.router, self.experts = router, experts
+        slots = torch.full((num_experts,), experts.absent, device=experts.down.device)
+        slots[torch.tensor(held, device=slots.device)] = torch.arange(len(held), device=slots.device)
+        self._slots = slots
+
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        """What the rank holds of [tokens, hidden], before and after."""
+        return region.sum(self._partial(region.gather(x)))
+
+    def _partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum, [tokens, hidden]."""
+        weights, chosen = self.router(x)
+        return self.experts(x, weights, self._slots[chosen])  # type: ignore[no-any-return]
+
+
+class SharedExpert(nn.Module):
+    """A gated MLP that every token goes through: partial sums over this rank's columns."""
+
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, gated: Gated) -> None:
+        super().__init__()
+        self.gate_up, self.down, self._gated = gate_up, down, gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = linear(x, self.gate_up).chunk(2, -1)
+        return linear(self._gated(gate, up), self.down)
+
+
+class GatedSharedExpert(SharedExpert):
+    """`SharedExpert` times the sigmoid of a product with the token (Qwen2-MoE); `gate` is [1, hidden]."""
+
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, gated: Gated, gate: nn.Parameter) -> None:
+        super().__init__(gate_up, down, gated)
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate: Tensor = linear(x, self.gate).sigmoid()
+        return gate.mul(super().forward(x))
+
+
+class MixtureWithShared(MixtureOfExperts):
+    """`MixtureOfExperts` with a shared expert, whose part is added to the sum before it is taken."""
+
+    def __init__(self, router: Router, experts: Experts, held: Sequence[int], num_experts: int, shared: SharedExpert) -> None:
+        super().__init__(router, experts, held, num_experts)
+        self.shared = shared
+
+    def _partial(self, x: Tensor) -> Tensor:
+        return super()._partial(x) + self.shared(x)  # type: ignore[no-any-return]

@@ -1,0 +1,37 @@
+"""The feed-forward half of a layer with experts, made around its rows of the shard table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from actors.model.layers import ACTIVATIONS
+from actors.model.moe.block import GatedSharedExpert, MixtureOfExperts, MixtureWithShared, SharedExpert
+from actors.model.moe.experts import Experts, Gated, clamped_swiglu, gated_by
+from actors.model.moe.router import Router
+from placement.model_spec import ModelSpec
+from placement.moe_spec import MoESpec
+from placement.shards import Shard
+
+
+def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:
+    """The layer part called `at`; a bias that has no row in `table` is one the model, or this rank, has not."""
+    gated = gated_by(ACTIVATIONS[spec.activation])
+    routed = gated if moe.swiglu_limit is None else clamped_swiglu(moe.swiglu_limit, moe.swiglu_alpha)
+    router = Router(moe, table[f"{at}.router.weight"], table.get(f"{at}.router.bias"), table.get(f"{at}.router.choice_bias"))
+    experts = Experts(
+        table[f"{at}.experts.gate_up"],
+        table[f"{at}.experts.down"],
+        routed,
+        table.get(f"{at}.experts.gate_up_bias"),
+        table.get(f"{at}.experts.down_bias"),
+    )
+    parts = (router, experts, own.experts, moe.num_experts)
+    return MixtureWithShared(*parts, _shared(table, f"{at}.shared", gated)) if moe.shared_size else MixtureOfExperts(*parts)
+
+
+def _shared(table: Mapping[str, nn.Parameter], at: str, gated: Gated) -> SharedExpert:
+    parts = (table[f"{at}.gate_up"], table[f"{at}.down"], gated)
+    gate = table.get(f"{at}.gate")
+    return SharedExpert(*parts) if gate is None else GatedSharedExpert(*parts, gate)

@@ -1,0 +1,90 @@
+"""The experts a rank holds, over the tokens it is given.
+
+    tokens [T, h] ──rows of each expert together──→ [rows, h] ──gate_up──→ gate, up ──act──→ [rows, c] ──down──→ [rows, h]
+                                                                                                          × weight │
+    partial sums [T, h] ←──────────── each token's rows added up in the order of its experts ──────────────────────┘
+
+A token may have experts that are not here: their slot is `absent`, and they add nothing. So the result is a partial sum,
+over this rank's experts and this rank's columns of them; whoever put the experts where they are adds the sums up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actors.model.moe.grouped import grouped_linear
+
+Gated = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) -> what goes into the down projection. May reuse their memory."""
+
+
+def gated_by(activation: Callable[[Tensor], Tensor]) -> Gated:
+    """``activation(gate) * up``."""
+    return lambda gate, up: activation(gate).mul_(up)
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Gated:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` with gate at most `limit` and up within it (gpt-oss)."""
+
+    def apply(gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1).mul_(gate).mul_((gate * alpha).sigmoid_())
+
+    return apply
+
+
+class Experts(nn.Module):
+    """Stacked experts: `gate_up` [slots, 2 * columns, hidden], `down` [slots, hidden, columns], biases [slots, outputs]."""
+
+    def __init__(
+        self,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+        gated: Gated,
+        gate_up_bias: nn.Parameter | None = None,
+        down_bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.gate_up_bias, self.down_bias = gate_up, down, gate_up_bias, down_bias
+        self._gated = gated
+        self.absent = gate_up.shape[0]
+        """Stands for the slot of an expert that is elsewhere."""
+
+    def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        """Partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k]."""
+        flat = slots.flatten()
+        order = flat.sort(stable=True).indices
+        ends = torch.bincount(flat, minlength=self.absent + 1)[: self.absent].cumsum(0)
+        here = order[: int(ends[-1])]
+        rows = self._run(x[here // slots.shape[1]], flat[here], ends)
+        return _added_up(rows, here, weights).to(x.dtype)
+
+    def _run(self, x: Tensor, slots: Tensor, ends: Tensor) -> Tensor:
+        """[rows, hidden] from rows that are sorted by slot."""
+        gate, up = _plus(grouped_linear(x, self.gate_up, ends), self.gate_up_bias, slots).chunk(2, -1)
+        return _plus(grouped_linear(self._gated(gate, up), self.down, ends), self.down_bias, slots)
+
+
+def _plus(rows: Tensor, bias: Tensor | None, slots: Tensor) -> Tensor:
+    return rows if bias is None else rows.add_(bias[slots])
+
+
+def _added_up(rows: Tensor, here: Tensor, weights: Tensor) -> Tensor:
+    """[tokens, hidden] fp32: each token's rows times their weights, added one after the other.
+
+    `here`: which entry of `weights`, flattened, each row belongs to. Entries without a row add nothing.
+    """
+    tokens, top_k = weights.shape
+    place = torch.full((tokens * top_k,), rows.shape[0], device=rows.device)
+    place[here] = torch.arange(rows.shape[0], device=rows.device)
+    place = place.view(tokens, top_k)
+    if rows.shape[0] < place.numel():
+        rows = F.pad(rows, (0, 0, 0, 1))  # the row of nothing
+    total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    for at in range(top_k):
+        total += rows[place[:, at]] * weights[:, at, None]
+    return total

@@ -1,0 +1,38 @@
+"""The grouped matrix product: rows sorted by expert, each times its own expert's matrix.
+
+    rows    [ a a a | c c | d d d d ]       ends 3 3 5 9: expert b has none
+    weight  [ A, B, C, D ]
+
+A loop on CPU, where ``torch._grouped_mm`` is one too (2 cores, 8 and 64 experts, 1 to 512 tokens: 0.8 to 1.2 times as fast,
+neither always ahead) and wants strides in whole 16 bytes, which uneven slices of an expert have not. The loop gives a row the
+same bits whoever its neighbours are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actors.model.layers import linear
+
+_ALIGNMENT = 16
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``x[i] @ weight[e].T`` with e the expert of row i: `x` [rows, inputs], `weight` [experts, outputs, inputs].
+
+    `ends` [experts] (int64): one past the last row of each expert.
+    """
+    if x.device.type == "cuda" and x.dtype is torch.bfloat16 and _aligned(weight):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            out[start:end] = linear(x[start:end], weight[expert])
+        start = end
+    return out
+
+
+def _aligned(weight: Tensor) -> bool:
+    return all(size * weight.itemsize % _ALIGNMENT == 0 for size in weight.shape[1:])
