@@ -95,6 +95,6 @@ def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBack
     device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
     softcap = config.spec.attention_softcap is not None
     if layout.kv_owners == 1:
-        return attention.choose(device, dtype, config.block_size, softcap)
+        return attention.choose(device, dtype, config.block_size, softcap, config.spec.sinks != "none")
     at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
     return ContextAttention.of(config.spec, layout, at, groups, kernel, config.block_size)

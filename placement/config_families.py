@@ -6,6 +6,7 @@ The defaults are those of the architecture's config class in transformers 5.24.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Family:
     window_pattern: int = 1
     """Every layer whose number this divides, counted from 1, sees everything."""
     theta: float = 10000.0
+    rope: tuple[tuple[str, Any], ...] = ()
+    """``rope_parameters`` where the file has none."""
     local_theta: float | None = None
     """Rope base of the layers with a window, where it is another."""
     partial_rotary_factor: float | None = None
@@ -86,6 +89,29 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(32768, 16, attention_bias=True, bias_field="qkv_bias", moe="qwen2", windows="qwen2_moe", window=4096),
     "qwen3_moe": Family(32768, 4, o_bias=None, qk_norm="head", moe="qwen3", windows="if_told", window=4096),
+    "gpt_oss": Family(
+        131072,
+        8,
+        head_dim=64,
+        attention_bias=True,
+        o_bias=None,
+        moe="gpt_oss",
+        sinks="all",
+        norm_eps=1e-5,
+        windows="alternating",
+        window=128,
+        theta=150000.0,
+        rope=(("rope_type", "yarn"), ("factor", 32.0), ("truncate", False), ("original_max_position_embeddings", 4096)),
+    ),
+    "glm4_moe": Family(
+        131072,
+        8,
+        moe="glm4",
+        qk_norm="optional",
+        norm_eps=1e-5,
+        mtp_layers=1,
+        partial_rotary_factor=0.5,
+    ),
     "smollm3": Family(
         32768,
         4,

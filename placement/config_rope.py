@@ -20,7 +20,7 @@ _NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position
 
 def read_ropes(config: Fields, family: Family, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Rope of the layers that see everything, and of those with a window where it is another."""
-    nested = config.group("rope_parameters") or Fields(config.file, {})
+    nested = config.group("rope_parameters") or Fields(config.file, dict(family.rope))
     whole, local = nested.group("full_attention"), nested.group("sliding_attention")
     scaling = config.group("rope_scaling")
     if scaling is None or not scaling.values:

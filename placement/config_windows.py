@@ -65,6 +65,12 @@ def _if_told(config: Fields, family: Family, window: int | None, num_layers: int
     return (window if config.flag("use_sliding_window", False) else None,) * num_layers
 
 
+def _alternating(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On every other layer, from the first on."""
+    kinds = config.texts("layer_types") or [("sliding_attention", "full_attention")[at % 2] for at in range(num_layers)]
+    return _of_kinds(config, kinds, window, num_layers)
+
+
 def _smollm3(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
     """Only if told to, on the layers without rope."""
     if not config.flag("use_sliding_window", False):
@@ -105,6 +111,7 @@ _RULES: dict[str, Callable[[Fields, Family, int | None, int], Windows]] = {
     "qwen": _qwen,
     "qwen2_moe": _qwen2_moe,
     "if_told": _if_told,
+    "alternating": _alternating,
     "smollm3": _smollm3,
     "pattern": _pattern,
 }

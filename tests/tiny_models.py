@@ -125,6 +125,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 28,
+        "head_dim": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {**ROPES["yarn"], "truncate": False},
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_EXPERTS,
+        "head_dim": 12,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 """What each variant adds to the common sizes."""
 
@@ -179,8 +202,9 @@ def _made(family: str, tied: bool, bias: float, rope: str | None, sizes: tuple[t
 
 def _draw_weights(model: PreTrainedModel, bias: float) -> None:
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+        choices = ((name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for name, weight in (*model.named_parameters(), *choices):
+            if name.endswith(("bias", "sinks")):
                 weight.normal_().mul_(bias)
             elif weight.dim() == 1:
                 weight.normal_().mul_(0.2).add_(1)

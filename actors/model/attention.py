@@ -34,20 +34,36 @@ class AttentionBackend(Protocol):
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write `k` and `v` [tokens, kv_heads, head_dim] to the cache, then attend from `q` [tokens, q_heads, head_dim].
 
         Returns [tokens, q_heads, head_dim]. `window` as in `ModelSpec.windows`; `scale` multiplies the
-        scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``.
+        scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``. `sinks` [q_heads] fp32: see `with_sinks`.
         """
 
 
-def choose(device: torch.device | str, dtype: torch.dtype, block_size: int = 16, softcap: bool = False) -> AttentionBackend:
-    """The fastest backend present for this device, dtype and page size (tokens per block); `softcap`: which can cap scores."""
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention `out` [..., dim] with log-sum-exp `lse` [...] over all keys, had each head a further key of score `sinks`
+    and value 0. In out's dtype.
+
+    The sink adds ``exp(sink)`` to the denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is
+    ``out * sigmoid(lse - sink)``. To be done once, after partial outputs are merged.
+    """
+    return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype)
+
+
+def choose(
+    device: torch.device | str, dtype: torch.dtype, block_size: int = 16, softcap: bool = False, sinks: bool = False
+) -> AttentionBackend:
+    """The fastest backend present for this device, dtype and page size (tokens per block).
+
+    `softcap`: which can cap scores; `sinks`: which can do sinks.
+    """
     if torch.device(device).type == "cuda":
         from actors.model.attention_cuda import choose_cuda
 
-        return choose_cuda(dtype, block_size, softcap=softcap)
+        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks)
     from actors.model.attention_cpu import CpuAttention
 
     backend: AttentionBackend = CpuAttention()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.model.attention import with_sinks
 from actors.model.attention_decode import decode_row
 from actors.model.attention_heads import HeadExchange
 from actors.model.attention_kernel import PagedTask, PartialKernel
@@ -194,6 +195,7 @@ class ContextAttention:
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         call = _Layer(plan, self._setting.kernel, cache, layer, window, scale, softcap)
         cache.write(layer, plan.slots, k[plan.kept], v[plan.kept])
@@ -213,7 +215,8 @@ class ContextAttention:
             shared.add(rows, *plan.queries.attend(visitors[rows], call.add_pages))
         if len(plan.shared):
             fresh.add(plan.shared, *self._heads.scatter(shared, q.dtype))
-        return fresh.out.transpose(0, 1).to(q.dtype)
+        out = fresh.out if sinks is None else with_sinks(fresh.out, fresh.lse, sinks[:, None])
+        return out.transpose(0, 1).to(q.dtype)
 
     def _add_whole_rows(self, shared: Sum, q: Tensor, call: _Layer) -> None:
         """Rows that every cp rank runs: each over its own pages, then joined over cp."""

@@ -52,12 +52,13 @@ class CpuAttention:
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         cache.write(layer, plan.slots, k, v)
         tasks = plan.tasks(window)
         if len(tasks) == 1:
-            return tasks[0].run(q, k, v, cache, layer, scale, softcap)
+            return tasks[0].run(q, k, v, cache, layer, scale, softcap, sinks)
         out = torch.empty_like(q)
         for task in tasks:
-            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap)
+            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap, sinks)
         return out

@@ -45,13 +45,18 @@ _OFFERS = (
 
 
 def choose_cuda(
-    dtype: torch.dtype, block_size: int, load: Import = importlib.import_module, softcap: bool = False
+    dtype: torch.dtype,
+    block_size: int,
+    load: Import = importlib.import_module,
+    softcap: bool = False,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
 
-    So is one that cannot cap scores, where the model wants that (`softcap`).
+    So is one that cannot cap scores, where the model wants that (`softcap`), and all of them for a model with `sinks`, which
+    need the log-sum-exp.
     """
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in (torch.float16, torch.bfloat16) and not sinks:
         for offer in _OFFERS:
             function = _find(offer, load, softcap) if block_size % offer.page_multiple == 0 else None
             if function is not None:

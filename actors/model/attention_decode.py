@@ -39,14 +39,23 @@ class DecodeBucket:
     mask: Tensor | None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
         keys, values = self.keys.read(cache, layer)
         rows, heads, dim = q.shape
         # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
-        return flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap).reshape(rows, heads, dim)
+        sinks = None if sinks is None else sinks.view(cache.kv_heads, -1)
+        return flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap, sinks=sinks).reshape(rows, heads, dim)
 
     def run_with_lse(
         self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None, kernel: Kernel = flash_with_lse

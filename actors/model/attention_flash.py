@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from actors.model.attention import with_sinks
 from actors.model.attention_capped import capped_attention
 
 
@@ -28,13 +29,16 @@ def flash(
     causal: bool = False,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention: [batch, q_heads, queries, dim], in q's memory order. Rows that see nothing are 0.
 
     `q` is [batch, q_heads, queries, dim]; `k` and `v` are [batch, kv_heads, keys, dim] with kv_heads dividing q_heads.
     `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionBackend.attend`.
-    Raises `ValueError` on shapes that clash.
+    `sinks` as there too, [q_heads, 1] or [q_heads, queries]. Raises `ValueError` on shapes that clash.
     """
+    if sinks is not None:
+        return with_sinks(*flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap), sinks)
     return _run(q, k, v, scale, causal, mask, softcap)[0]
 
 

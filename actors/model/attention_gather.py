@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from actors.model.attention_capped import capped_attention
+from actors.model.attention import with_sinks
 from actors.model.attention_pages import source
+from actors.model.attention_written import written_attention
 from actors.model.batch import Batch
 from actors.model.kv_cache import KVCache
 
@@ -35,6 +36,7 @@ class GatherAttention:
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         cache.write(layer, plan.slots, k, v)
         out = torch.empty_like(q)
@@ -45,17 +47,20 @@ class GatherAttention:
             keys, values = source(cache, table, first, total).read(cache, layer)
             rows = slice(token, token + queries)
             visible = _visible(range(context, total), range(first, total), window, cache.device)
-            one = _attend(q[rows].transpose(0, 1).unsqueeze(0), keys, values, visible, scale, softcap)
+            one = _attend(q[rows].transpose(0, 1).unsqueeze(0), keys, values, visible, scale, softcap, sinks)
             out[rows] = one.squeeze(0).transpose(0, 1)
             token += queries
         return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
-    if softcap is None:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)[None, None]
-    return capped_attention(q, k, v, scale, softcap, mask=mask)[0]
+    out, lse = written_attention(q, k, v, scale, mask=mask, softcap=softcap)
+    return out if sinks is None else with_sinks(out, lse, sinks[:, None])
 
 
 def _visible(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actors.model.attention import with_sinks
 from actors.model.attention_flash import flash, flash_with_lse
 from actors.model.attention_merge import merge
 from actors.model.attention_pages import Source, source
@@ -35,15 +36,25 @@ class WholeChunk:
     context: Source | None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim] to the context and to `k`, `v` [queries, kv_heads, dim]."""
         q, k, v = (_heads_first(x) for x in (q, k, v))
+        sinks = None if sinks is None else sinks[:, None]
         if self.context is None:
-            return _tokens_first(flash(q, k, v, scale, causal=True, softcap=softcap))
+            return _tokens_first(flash(q, k, v, scale, causal=True, softcap=softcap, sinks=sinks))
         chunk = flash_with_lse(q, k, v, scale, causal=True, softcap=softcap)
         context = flash_with_lse(q, *self.context.read(cache, layer), scale, softcap=softcap)
-        return _tokens_first(merge((context, chunk))[0])
+        out, lse = merge((context, chunk))
+        return _tokens_first(out if sinks is None else with_sinks(out, lse, sinks))
 
 
 @dataclass(frozen=True)
@@ -55,10 +66,19 @@ class WindowBlock:
     mask: Tensor
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim]; the fresh `k`, `v` are read from the cache, where they are already."""
-        return _tokens_first(flash(_heads_first(q), *self.band.read(cache, layer), scale, mask=self.mask, softcap=softcap))
+        sinks, band = None if sinks is None else sinks[:, None], self.band.read(cache, layer)
+        return _tokens_first(flash(_heads_first(q), *band, scale, mask=self.mask, softcap=softcap, sinks=sinks))
 
 
 def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[WholeChunk | WindowBlock]:

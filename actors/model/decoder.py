@@ -153,10 +153,18 @@ class GroupedAttention(nn.Module):
     """Grouped-query attention over this rank's heads, with rotary positions and a paged cache."""
 
     def __init__(
-        self, spec: ModelSpec, own: Shard, layer: int, rope: int, backend: AttentionBackend, qkv: ColumnParallel, o: RowParallel
+        self,
+        spec: ModelSpec,
+        own: Shard,
+        layer: int,
+        rope: int,
+        backend: AttentionBackend,
+        qkv: ColumnParallel,
+        o: RowParallel,
+        sinks: nn.Parameter | None,
     ) -> None:
         super().__init__()
-        self.qkv, self.o = qkv, o
+        self.qkv, self.o, self.sinks = qkv, o, sinks
         self._rope = rope
         self._q_heads, self._kv_heads = len(own.q_heads), len(own.kv_heads)
         self._head_dim, self._scale, self._softcap = spec.head_dim, spec.scores_scale, spec.attention_softcap
@@ -168,7 +176,8 @@ class GroupedAttention(nn.Module):
         rotated = self._q_heads + self._kv_heads
         qk, v = heads[:, :rotated], heads[:, rotated:]
         q, k = self._split(step.rotations[self._rope](self._normed(qk)))
-        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, self._window, self._scale, self._softcap)
+        scores = (self._window, self._scale, self._softcap, self.sinks)
+        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, *scores)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:
@@ -258,7 +267,7 @@ class _Builder:
 
     def attention(self, index: int, at: str) -> GroupedAttention:
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
-        parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"))
+        parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"), self._table.get(f"{at}.sinks"))
         if spec.qk_norm == "head":
             return NormedAttention(spec, own, *parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
         if spec.qk_norm == "width":
