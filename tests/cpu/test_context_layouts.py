@@ -64,7 +64,7 @@ def test_a_layout_equals_one_rank(text: str) -> None:
     check_layout(tiny("llama2"), text, reference("llama2"), SEQUENCES, SCHEDULES)
 
 
-@pytest.mark.parametrize("family", ["qwen2_alternating", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen2_alternating", "gemma2", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize("text", ["cp=3", "cp=2,cp_style=allgather", "tp=4,dcp=2"])
 def test_windows_caps_and_norms(family: str, text: str) -> None:
     check_layout(tiny(family), text, reference(family), SEQUENCES, SCHEDULES[1:])

@@ -63,7 +63,7 @@ def turned(weights: Weights, name: str) -> None:
 
 
 def one_more(weights: Weights, name: str) -> None:
-    weights[name.replace("experts.3", "experts.4").replace("experts.4.up", "experts.5.up")] = weights[name]
+    weights[name.replace("experts.3", "experts.4").replace("experts.4.up", "experts.5.up")] = weights[name].clone()
 
 
 @pytest.mark.parametrize(
