@@ -1,0 +1,84 @@
+"""Layouts of models with experts are rounding, and bugs planted in their experts, routers and sinks are called a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actors.assembly import Parts
+from tests.tiny_models import tiny
+from tests.verifying import verify
+
+Plant = Callable[[Any], None]
+"""Changes layer 2 of one rank."""
+
+
+def shared_twice(layer: Any) -> None:
+    layer.mlp.shared.down.mul_(2)
+
+
+def wrong_scaling(layer: Any) -> None:
+    layer.mlp.router._moe = layer.mlp.router._moe.model_copy(update={"routed_scaling": 1.81})
+
+
+def other_choice(layer: Any) -> None:
+    layer.mlp.router.choice_bias.copy_(layer.mlp.router.choice_bias.roll(1))
+
+
+def stale_map(layer: Any) -> None:
+    layer.mlp._slots = layer.mlp._slots.roll(1)
+
+
+def bias_of_every_rank(layer: Any) -> None:
+    layer.mlp.experts.down_bias = nn.Parameter(torch.full(layer.mlp.experts.down.shape[:2], 0.3), requires_grad=False)
+
+
+def gate_for_up(layer: Any) -> None:
+    layer.mlp.experts.gate_up.copy_(layer.mlp.experts.gate_up.roll(1, 1))
+
+
+def no_sinks(layer: Any) -> None:
+    layer.attn.sinks = None
+
+
+def sinks_of_other_heads(layer: Any) -> None:
+    layer.attn.sinks.copy_(layer.attn.sinks.flip(0) + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "plant"),
+    [
+        ("qwen2_moe", "tp=2", shared_twice),
+        ("glm4_moe", "tp=2", wrong_scaling),
+        ("glm4_moe", "tp=3", other_choice),
+        ("mixtral", "tp=2", stale_map),
+        ("mixtral", "tp=3", gate_for_up),
+        ("gpt_oss", "tp=2", bias_of_every_rank),
+        ("gpt_oss", "tp=4,dcp=2", no_sinks),
+        ("gpt_oss", "cp=2", sinks_of_other_heads),
+    ],
+)
+def test_a_bug_on_one_rank_is_a_fault_of_its_layer(family: str, layout: str, plant: Plant) -> None:
+    def tamper(parts: Parts) -> Parts:
+        if parts.config.world_rank == 1:
+            with torch.inference_mode(False), torch.no_grad():
+                plant(parts.decoder.layers["2"])
+        return parts
+
+    report = verify(tiny(family), layout, tamper=tamper, kinds=["prefill", "decode"])
+    assert report.verdict == "fault"
+    assert report.departs is not None
+    assert report.departs.layer == 2
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("layout", ["tp=5,pp=2", "cp=2,tp=2,sp=true", "tp=4,dcp=2"])
+def test_without_a_bug_it_is_rounding(family: str, layout: str) -> None:
+    report = verify(tiny(family), layout)
+    assert report.verdict == "rounding"
+    assert report.greedy_match
+    assert report.max_abs_error < 2e-5
