@@ -33,6 +33,8 @@ class Family:
     sinks: str = "none"
     mtp_layers: int = 0
     """Default of ``num_nextn_predict_layers``."""
+    mla: bool = False
+    """Latent attention: see `placement.config_mla`."""
     norm_eps: float = 1e-6
     norms: str = "pre"
     gemma: bool = False
@@ -56,7 +58,8 @@ class Family:
     """Rope base of the layers with a window, where it is another."""
     partial_rotary_factor: float | None = None
     """Default of the field of that name; None: heads are turned whole."""
-    interleaved: bool = False
+    interleaved: bool | None = False
+    """None: as ``rope_interleave`` says."""
     original_max_position: int | None = None
     """Default of ``original_max_position_embeddings``; None: as ``max_position_embeddings``."""
     rope_aliases: tuple[str, ...] = ()
@@ -112,6 +115,10 @@ FAMILIES = {
         mtp_layers=1,
         partial_rotary_factor=0.5,
     ),
+    "deepseek_v2": Family(
+        2048, None, o_bias=None, mlp_bias=None, mla=True, interleaved=True, bos_token_id=1, eos_token_ids=(2,)
+    ),
+    "deepseek_v3": Family(4096, None, o_bias=None, mla=True, interleaved=None, bos_token_id=0, eos_token_ids=(1,)),
     "smollm3": Family(
         32768,
         4,

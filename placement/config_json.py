@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.config_families import ACTIVATIONS, FAMILIES, Family
+from placement.config_mla import read_mla, scores_scale
 from placement.config_moe import read_moe
 from placement.config_rope import read_ropes
 from placement.config_windows import read_unrotated, read_windows
@@ -45,10 +46,13 @@ def read(folder: Path) -> ModelSpec:
 def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpec:
     num_heads = config.whole("num_attention_heads")
     num_layers = config.num_layers("num_hidden_layers")
-    head_dim = _head_dim(config, family, num_heads)
+    if family.mla and config.whole("first_k_dense_replace", 0) < num_layers:
+        raise config.fault("first_k_dense_replace", f"only models whose {num_layers} layers are all dense are supported yet")
+    mla = read_mla(config, family, num_heads)
+    head_dim = _head_dim(config, family, num_heads) if mla is None else mla.query_dim
     attention_bias = config.flag(family.bias_field, family.attention_bias)
     max_position = config.whole("max_position_embeddings", family.max_position)
-    rope, local_rope = read_ropes(config, family, head_dim, max_position)
+    rope, local_rope = read_ropes(config, family, mla.rope_dim if mla else head_dim, max_position)
     return made(
         ModelSpec,
         config.file,
@@ -57,7 +61,7 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
         hidden_size=config.whole("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, family, num_heads),
+        num_kv_heads=1 if mla else _num_kv_heads(config, family, num_heads),
         head_dim=head_dim,
         intermediate_size=config.whole("intermediate_size"),
         vocab_size=config.whole("vocab_size"),
@@ -83,6 +87,7 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
         dtype=_dtype(config, top),
         bos_token_id=config.whole("bos_token_id", None if "bos_token_id" in config.values else family.bos_token_id),
         eos_token_ids=_eos(config, family, folder),
+        **({"mla": mla, "attention_scale": scores_scale(mla, rope)} if mla else {}),
         **(_gemma(config, family) if family.gemma else {}),
     )
 

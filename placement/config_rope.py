@@ -48,7 +48,7 @@ def _rope(config: Fields, rope: Fields, family: Family, head_dim: int, max_posit
         kind=kind,
         theta=theta,
         rotary_dims=_rotary_dims(config, rope, family, head_dim),
-        interleaved=family.interleaved,
+        interleaved=config.flag("rope_interleave", True) if family.interleaved is None else family.interleaved,
         **_SCALINGS[kind](config, rope, max_position, family),
     )
 

@@ -81,11 +81,11 @@ def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
 
 
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
-    """Bytes of K and V one token takes on a rank that holds it, all its layers together.
+    """Bytes of K and V (or of its latent) one token takes on a rank that holds it, all its layers together.
 
     KV heads held by several ranks count on each, unless those ranks deal positions out among themselves (dcp).
     """
-    return 2 * len(own.layers) * len(own.kv_heads) * spec.head_dim * DTYPE_BYTES[dtype or spec.dtype]
+    return spec.kv_planes * len(own.layers) * len(own.kv_heads) * spec.kv_dim * DTYPE_BYTES[dtype or spec.dtype]
 
 
 def rank_memories(

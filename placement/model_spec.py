@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from placement.bounds import Count, Positive
+from placement.mla_spec import MLASpec
 from placement.moe_spec import MoESpec
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -133,6 +134,8 @@ class ModelSpec(BaseModel):
     windows: tuple[Count | None, ...]
     """Sliding window of each layer in tokens (a query sees itself and ``window - 1`` tokens before it); None: full."""
     rope: RopeSpec = RopeSpec()
+    mla: MLASpec | None = None
+    """Latent attention; then `num_kv_heads` is 1 (the latent) and `head_dim` the dimensions of a query."""
     local_rope: RopeSpec | None = None
     """Rope of the layers with a window, where they have one of their own."""
     unrotated_layers: tuple[int, ...] = ()
@@ -148,20 +151,37 @@ class ModelSpec(BaseModel):
     def _sizes_agree(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs")
+        if self.turned_dim % 2:
+            raise ValueError(f"head_dim={self.turned_dim} is odd, but rotary embedding turns pairs")
+        if self.mla is not None:
+            _check_latent(self, self.mla)
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, but num_layers={self.num_layers}")
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ValueError(f"moe names the layers {self.moe.layers}, but num_layers={self.num_layers}")
         for rope in filter(None, (self.rope, self.local_rope)):
-            _check_rope(rope, self.head_dim)
+            _check_rope(rope, self.turned_dim)
         return self
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads of one KV group: the unit of an attention split."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def turned_dim(self) -> int:
+        """Dimensions of a head that its rope is made for."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
+    def kv_planes(self) -> int:
+        """Tensors that the cache of a layer has: keys and values, or one latent for both."""
+        return 2 if self.mla is None else 1
+
+    @property
+    def kv_dim(self) -> int:
+        """Values of a token in one plane of the cache, for each KV head."""
+        return self.head_dim if self.mla is None else self.mla.latent_dim
 
     @property
     def scores_scale(self) -> float:
@@ -199,3 +219,15 @@ def _check_rope(rope: RopeSpec, head_dim: int) -> None:
         given = len(getattr(rope, name))
         if given != (dims // 2 if rope.kind == "longrope" else 0):
             raise ValueError(f"{name} has {given} numbers, but rope kind {rope.kind!r} turns {dims // 2} pairs of dimensions")
+
+
+def _check_latent(spec: ModelSpec, mla: MLASpec) -> None:
+    if (spec.num_kv_heads, spec.head_dim) != (1, mla.query_dim):
+        raise ValueError(
+            f"latent attention has one KV head and queries of {mla.query_dim}, not num_kv_heads={spec.num_kv_heads} and "
+            f"head_dim={spec.head_dim}"
+        )
+    if mla.value_dim > mla.query_dim:
+        raise ValueError(f"value_dim={mla.value_dim} is more than the {mla.query_dim} dimensions of a query")
+    if any(spec.windows) or spec.attention_softcap is not None or spec.qk_norm != "none":
+        raise ValueError("latent attention with windows, capped scores or norms of queries and keys is not supported")

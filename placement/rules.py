@@ -119,7 +119,9 @@ def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Bro
     if layout.dcp in legal:
         return
     kv_heads = f"the {model.num_kv_heads} KV heads (num_key_value_heads) of the model"
-    if layout.tp <= model.num_kv_heads:
+    if model.mla is not None:
+        why = f"all {layout.tp} tp ranks hold the same latents, so it must divide tp"
+    elif layout.tp <= model.num_kv_heads:
         why = f"tp={layout.tp} is no more than {kv_heads}, so no two ranks hold the same head"
     else:
         holders = Counter(own.start for _, own in heads(model, layout.tp, shares)).values()
@@ -133,7 +135,7 @@ def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
 
     With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
     and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
-    of them. Query heads need not divide.
+    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`.
     """
     if tp <= model.num_kv_heads:
         return [1]

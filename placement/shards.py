@@ -11,7 +11,7 @@ SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
 
 The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
 always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
-its query heads are dealt over them.
+its query heads are dealt over them. Latent attention (`placement.mla_spec`) has one: every rank holds the latents.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.expert_pieces import expert_layer
+from placement.latent_pieces import head_elements, latent_attention
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
@@ -168,6 +169,8 @@ def shared_columns(spec: ModelSpec, moe: MoESpec, tp: int, shares: Shares = None
 
 def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
     """Weight elements of a layer's attention on each tp rank."""
+    if spec.mla is not None:  # those that differ from rank to rank
+        return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
     return [
         (2 * len(q_heads) + 2 * len(kv_heads)) * spec.head_dim * spec.hidden_size
         for q_heads, kv_heads in heads(spec, tp, shares)
@@ -231,6 +234,9 @@ def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Para
 
 
 def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+    if spec.mla is not None:
+        yield from latent_attention(spec, spec.mla, own.q_heads, here, there)
+        return
     hidden, dim = spec.hidden_size, spec.head_dim
     q_rows = range(own.q_heads.start * dim, own.q_heads.stop * dim)
     kv_rows = range(own.kv_heads.start * dim, own.kv_heads.stop * dim)

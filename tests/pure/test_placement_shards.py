@@ -14,8 +14,8 @@ from placement.dealing import deal, split_hands
 from placement.layout import Layout
 from placement.mesh import Coords, coords
 from placement.model_spec import ModelSpec
+from placement.pieces import Parameter
 from placement.shards import (
-    Parameter,
     Shard,
     columns,
     heads,
