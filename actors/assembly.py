@@ -26,6 +26,9 @@ from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.context import ContextLatent
+from actors.model.latent.local import choose_latent
 from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
@@ -82,7 +85,7 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
 def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int) -> Parts:
     """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
     own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
-    cache = KVCache(own.layers, len(own.kv_heads), num_blocks, config.block_size, spec.head_dim, dtype, device)
+    cache = KVCache.of(spec, own, num_blocks, config.block_size, dtype, device)
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     place = Place.of(config.layout, mesh.coords(config.layout, config.world_rank), config.block_size)
@@ -90,11 +93,14 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner)
 
 
-def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend:
+def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
     """The device's own attention, or where a sequence lies on several ranks, theirs together."""
     device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
-    softcap = config.spec.attention_softcap is not None
+    spec, softcap = config.spec, config.spec.attention_softcap is not None
     if layout.kv_owners == 1:
-        return attention.choose(device, dtype, config.block_size, softcap, config.spec.sinks != "none")
+        if spec.mla is not None:
+            return choose_latent(spec.mla, device, dtype, config.block_size)
+        return attention.choose(device, dtype, config.block_size, softcap, spec.sinks != "none")
     at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
-    return ContextAttention.of(config.spec, layout, at, groups, kernel, config.block_size)
+    context = ContextAttention.of(spec, layout, at, groups, kernel, config.block_size)
+    return context if spec.mla is None else ContextLatent(context)

@@ -1,6 +1,7 @@
 """What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
 
-`d` is head_dim, `e` bytes an element; an output that travels has its log-sum-exp (4 bytes) beside it::
+`d` is head_dim, `e` bytes an element; an output that travels has its log-sum-exp (4 bytes) beside it. Latent attention sends
+queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim::
 
     dcp all_gather     queries of rows with cached keys, to the group         own heads * tokens * d * e
     cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
@@ -23,8 +24,9 @@ from placement.context import Ownership, is_split, passes_kv, spans
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
-from placement.shards import Shard, heads
+from placement.shards import Shard
 from placement.step_shape import RowShape, StepShape
+from placement.travel import group_heads, weights
 
 _LSE_BYTES = 4
 
@@ -62,19 +64,17 @@ class _Step:
     @property
     def group_heads(self) -> int:
         """Query heads of the rank's dcp group."""
-        first = self.at.tp - self.at.tp % self.layout.dcp
-        dealt = heads(self.spec, self.layout.tp, self.layout.tp_shares)
-        return sum(len(q_heads) for q_heads, _ in dealt[first : first + self.layout.dcp])
+        return sum(map(len, group_heads(self.spec, self.layout, self.at.tp)))
 
     @property
     def query_bytes(self) -> int:
         """Bytes of one head of one query."""
-        return self.spec.head_dim * self.step.element_bytes
+        return self.spec.kv_dim * self.step.element_bytes
 
     @property
     def part_bytes(self) -> int:
         """Bytes of one head's partial output for one query."""
-        return self.query_bytes + _LSE_BYTES
+        return self.spec.part_dim * self.step.element_bytes + _LSE_BYTES
 
     def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
         """Tokens of `rows` that this cp rank runs, or the given one."""
@@ -86,13 +86,13 @@ class _Step:
         owner = cp_rank * self.layout.dcp + self.at.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
-        return tokens * 2 * len(self.own.kv_heads) * self.spec.head_dim * self.step.element_bytes
+        return tokens * self.spec.kv_planes * len(self.own.kv_heads) * self.query_bytes
 
     def _is_split(self, row: RowShape) -> bool:
         return is_split(row.tokens, self.layout.cp)
 
     def _keys_travel(self, row: RowShape) -> bool:
-        return passes_kv(row.tokens, row.context, self.spec.num_heads, self.spec.num_kv_heads, self.layout.cp)
+        return passes_kv(row.tokens, row.context, *weights(self.spec, self.layout, self.at.tp), self.layout.cp)
 
 
 def context(spec: ModelSpec, layout: Layout, at: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:

@@ -25,8 +25,8 @@ from placement.shards import Shard
 _WIDEST = 116
 """Characters of a line; a tp group that needs more goes on below."""
 
-_BEFORE = {"attn.qkv.weight": "attention input"}
-_AFTER = {"attn.qkv.weight": "attention:", "attn.o.weight": "attention output"}
+_BEFORE = {"attn.qkv.weight": "attention input", "attn.qkv_a.weight": "attention input"}
+_AFTER = {"attn.qkv.weight": "attention:", "attn.kv_b.weight": "attention:", "attn.o.weight": "attention output"}
 """Traffic that belongs before or after a matrix of attention, by how the name of its region starts."""
 
 
@@ -63,8 +63,9 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
     for name, row in rows.items():
         yield from _collectives(sent, before.get(name))
         yield f"│  {name.removesuffix('.weight'):<{wide}}  {_shape(row)}  {size_text(parameter_bytes(row, step.dtype))}"
-        if name == "attn.qkv.weight":
-            yield f"│  {'attention':<{wide}}  {_heads(view)} of {spec.head_dim}"
+        if name in ("attn.qkv.weight", "attn.kv_b.weight"):
+            of = spec.head_dim if spec.mla is None else f"{spec.kv_dim} values a token"
+            yield f"│  {'attention':<{wide}}  {_heads(spec, view)} of {of}"
         yield from _collectives(sent, after.get(name))
         if name in ("attn.o.weight", mlp[-1]):
             yield "│  + residual"
@@ -96,7 +97,7 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
     return [
         f"rank {view.world_rank}",
         f"layers {runs_text(own.layers)}",
-        _heads(view),
+        _heads(explained.spec, view),
         *(_columns(explained.spec, own)),
         f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary",
         f"weights {size_text(memory.weight_bytes)}",
@@ -112,9 +113,10 @@ def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:
         yield f"{len(own.experts):,} experts of {len(own.expert_columns):,} columns"
 
 
-def _heads(view: RankView) -> str:
+def _heads(spec: ModelSpec, view: RankView) -> str:
     queries, kv = view.own.q_heads, view.own.kv_heads
-    return f"q head{'' if len(queries) == 1 else 's'} {runs_text(queries)}, kv {runs_text(kv)}"
+    keys = f"kv {runs_text(kv)}" if spec.mla is None else "latents"
+    return f"q head{'' if len(queries) == 1 else 's'} {runs_text(queries)}, {keys}"
 
 
 def _table(rows: Sequence[Sequence[Sequence[str]]], labels: Sequence[str], margin: int, width: int) -> Iterator[str]:

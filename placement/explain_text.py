@@ -9,6 +9,7 @@ from placement.balance import MEASURE, bubble
 from placement.drawing import size_text
 from placement.explain import Explanation, micro_batch_counts
 from placement.memory import parameter_count
+from placement.rules import legal_dcp
 from placement.suggestions import sizes
 
 _MOST_GROUPS = 8
@@ -75,6 +76,17 @@ def _memory(explained: Explanation) -> Iterator[str]:
     weights, kv = (sum(key[part] * len(ranks) for key, ranks in alike.items()) for part in (0, 1))
     rows.append(("all", size_text(weights), size_text(kv), size_text(weights + kv)))
     yield from _columns(rows, right={1, 2, 3})
+    yield from _copies(explained)
+
+
+def _copies(explained: Explanation) -> Iterator[str]:
+    """How often the cache holds a token, where that is more than once, and what would end it."""
+    spec, layout = explained.spec, explained.layout
+    largest = max(legal_dcp(spec, layout.tp, layout.tp_shares))
+    if layout.dcp < largest:
+        what = "latent" if spec.mla is not None else "keys and values"
+        copies = largest // layout.dcp
+        yield f"  each token's {what} lie on {copies} ranks of a tp group; with dcp={largest} they would lie on one"
 
 
 def _balance(explained: Explanation) -> Iterator[str]:

@@ -184,6 +184,11 @@ class ModelSpec(BaseModel):
         return self.head_dim if self.mla is None else self.mla.latent_dim
 
     @property
+    def part_dim(self) -> int:
+        """Dimensions of what one query of a head gets from some of its keys, as it travels between ranks."""
+        return self.head_dim if self.mla is None else self.mla.kv_lora_rank
+
+    @property
     def scores_scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

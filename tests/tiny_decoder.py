@@ -21,6 +21,8 @@ from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.kv_cache import KVCache
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.local import choose_latent
 from placement.layout import Layout
 from placement.mesh import Coords
 from placement.model_spec import ModelSpec
@@ -87,15 +89,26 @@ def run(
     sequences: list[list[int]],
     schedule: Schedule,
     pages: Pages = SHUFFLED,
-    make_attention: Callable[[], AttentionBackend] = CpuAttention,
+    make_attention: Callable[[], AttentionBackend | LatentBackend] | None = None,
     scatter_from: int | None = None,
 ) -> list[Tensor]:
-    """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp). `scatter_from`: see `Decoder`."""
+    """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp). `scatter_from`: see `Decoder`.
+
+    `make_attention`: not given, the CPU's own.
+    """
     groups = [SoloGroup("tp")] if layout.tp == 1 else thread_groups(layout.tp, "tp")
 
     def rank(group: Group) -> list[Tensor]:
         stages = [
-            stage(model, layout, Coords(pp, 0, 0, group.rank), group, make_attention(), scatter_from) for pp in range(layout.pp)
+            stage(
+                model,
+                layout,
+                Coords(pp, 0, 0, group.rank),
+                group,
+                make_attention() if make_attention else cpu_attention(model.spec),
+                scatter_from,
+            )
+            for pp in range(layout.pp)
         ]
         return _run_rank(model.spec, stages, sequences, schedule, pages)
 
@@ -105,12 +118,17 @@ def run(
     return [logits[:, : model.spec.vocab_size] for logits in joined]
 
 
+def cpu_attention(spec: ModelSpec) -> AttentionBackend | LatentBackend:
+    """The attention of a rank that holds all positions."""
+    return CpuAttention() if spec.mla is None else choose_latent(spec.mla, "cpu", torch.float32, 16)
+
+
 def stage(
     model: TinyModel,
     layout: Layout,
     at: Coords,
     group: Group,
-    attention: AttentionBackend,
+    attention: AttentionBackend | LatentBackend,
     scatter_from: int | None = None,
 ) -> tuple[Shard, Decoder]:
     """One rank's decoder, filled from the model's weights through the shard table."""
@@ -155,9 +173,7 @@ def _run_rank(
 ) -> list[Tensor]:
     tables = pages.tables(sequences)
     blocks = 1 + sum(len(table) for table in tables)
-    caches = [
-        KVCache(own.layers, len(own.kv_heads), blocks, pages.block_size, spec.head_dim, torch.float32) for own, _ in stages
-    ]
+    caches = [KVCache.of(spec, own, blocks, pages.block_size, torch.float32) for own, _ in stages]
     collected: list[list[Tensor]] = [[] for _ in sequences]
     for parts in schedule:
         batch = batch_of(parts, sequences, tables, pages.block_size)

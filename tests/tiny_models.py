@@ -50,6 +50,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "long_factor": [1 + at / 4 for at in range(24)],
         "partial_rotary_factor": 0.75,
     },
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
 }
 
@@ -69,6 +77,16 @@ _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 _EXPERTS = {"moe_intermediate_size": 28, "num_experts_per_tok": 2}
 """No tp size divides the columns."""
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 4,
+    "num_experts_per_tok": 2,
+}
+"""Twelve tokens behind a long context are where the naive form begins."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
@@ -148,6 +166,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 20, "rope_parameters": ROPES["yarn_mscale"]},
 }
 """What each variant adds to the common sizes."""
 

@@ -54,16 +54,21 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def choose(
-    device: torch.device | str, dtype: torch.dtype, block_size: int = 16, softcap: bool = False, sinks: bool = False
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    softcap: bool = False,
+    sinks: bool = False,
+    head_dim: int = 128,
 ) -> AttentionBackend:
-    """The fastest backend present for this device, dtype and page size (tokens per block).
+    """The fastest backend present for this device, dtype, page size (tokens per block) and size of heads.
 
     `softcap`: which can cap scores; `sinks`: which can do sinks.
     """
     if torch.device(device).type == "cuda":
         from actors.model.attention_cuda import choose_cuda
 
-        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks)
+        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim)
     from actors.model.attention_cpu import CpuAttention
 
     backend: AttentionBackend = CpuAttention()

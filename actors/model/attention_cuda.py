@@ -3,7 +3,7 @@
     vllm_flash_attn (stand-alone)   pages of 16 tokens      vllm.vllm_flash_attn   pages of 16
     flash_attn                      pages of 256            torch varlen_attn      pages of 256
 
-All need fp16 or bf16. Else: gathered pages and `scaled_dot_product_attention`.
+All need fp16 or bf16, and heads of at most 256. Else: gathered pages and `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ _OFFERS = (
 )
 
 
+MOST_HEAD_DIM = 256
+"""Dimensions of a head that flash-attention kernels are built for."""
+
+
 def choose_cuda(
     dtype: torch.dtype,
     block_size: int,
     load: Import = importlib.import_module,
     softcap: bool = False,
     sinks: bool = False,
+    head_dim: int = 128,
 ) -> AttentionBackend:
     """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
 
     So is one that cannot cap scores, where the model wants that (`softcap`), and all of them for a model with `sinks`, which
     need the log-sum-exp.
     """
-    if dtype in (torch.float16, torch.bfloat16) and not sinks:
+    if dtype in (torch.float16, torch.bfloat16) and not sinks and head_dim <= MOST_HEAD_DIM:
         for offer in _OFFERS:
             function = _find(offer, load, softcap) if block_size % offer.page_multiple == 0 else None
             if function is not None:

@@ -3,8 +3,8 @@
     vllm_flash_attn, flash_attn   flash_attn_varlen_func(..., return_attn_probs=True)     pages of 16, of 256
     vllm.vllm_flash_attn          flash_attn_varlen_func(..., return_softmax_lse=True)    pages of 16
 
-The kernels take no mask. Masked blocks, and decode rows whose window begins inside their pages, are written out
-(`attention_written`); they are few queries or few keys.
+The kernels take no mask, and heads of at most 256. Masked blocks, decode rows whose window begins inside their pages, and
+latents (`actors.model.latent`, absorbed) are written out (`attention_written`): few queries, few keys, or one KV head for all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.model.attention_cuda import Import
+from actors.model.attention_cuda import MOST_HEAD_DIM, Import
 from actors.model.attention_decode import DecodeBucket, DecodeRow, bucketed
 from actors.model.attention_kernel import PagedTask, PartialKernel
 from actors.model.attention_written import written_attention
@@ -141,14 +141,16 @@ class FlashPartial(WrittenPartial):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if mask is not None:
-            return written_attention(q, k, v, scale, mask=mask, softcap=softcap)
+        if mask is not None or q.shape[-1] > MOST_HEAD_DIM:
+            return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
         queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         lengths = Lengths.of([len(queries)], [len(keys)], q.device)
         out, lse = self._part(queries, keys, values, lengths, causal, scale, softcap)
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        if cache.head_dim > MOST_HEAD_DIM:
+            return super().decode(rows, cache)
         whole = [row for row in rows if row.first == 0]
         tasks: list[PagedTask] = [PagedRows(whole, cache, self._part)] if whole else []
         return [*tasks, *super().decode([row for row in rows if row.first > 0], cache)]

@@ -25,7 +25,7 @@ class Run:
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
         """K and V, each [1, kv_heads, length, head_dim]."""
         run = cache.runs(layer).narrow(2, self.start, self.length)
-        return run[0].unsqueeze(0), run[1].unsqueeze(0)
+        return run[0].unsqueeze(0), run[-1].unsqueeze(0)
 
 
 class Gather:
@@ -42,13 +42,15 @@ class Gather:
         self._first, self._stop = first, stop
         shape = (len(self.rows), cache.block_size * cache.head_dim)
         self._pages = torch.empty(shape, dtype=cache.dtype, device=cache.device)
-        self._tokens = self._pages.view(2, self.batch, cache.kv_heads, self.blocks * cache.block_size, cache.head_dim)
+        self._tokens = self._pages.view(
+            cache.planes, self.batch, cache.kv_heads, self.blocks * cache.block_size, cache.head_dim
+        )
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
         """K and V, each [sequences, kv_heads, stop - first, head_dim]."""
         torch.index_select(cache.flat_pages(layer), 0, self.rows, out=self._pages)
-        keys, values = self._tokens[:, :, :, self._first : self._stop]
-        return keys, values
+        found = self._tokens[:, :, :, self._first : self._stop]
+        return found[0], found[-1]
 
 
 Source = Run | Gather

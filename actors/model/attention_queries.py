@@ -32,10 +32,10 @@ class QueryExchange:
         lengths = [sum(map(len, runs)) for _, runs in self._runs]
         self._sizes = [sum(lengths[rank * len(rows) : (rank + 1) * len(rows)]) for rank in range(place.cp)]
 
-    def attend(self, q: Tensor, add_cached: AddCached) -> tuple[Tensor, Tensor]:
-        """Own queries `q` [tokens, heads, dim] of the rows -> output [heads, tokens, dim] and LSE over everybody's pages."""
+    def attend(self, q: Tensor, part_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
+        """Own queries `q` [tokens, heads, dim] of the rows -> [heads, tokens, part_dim] over everybody's pages, and LSE."""
         everybody = self._cp.all_gather(q, self._sizes)
-        parts = Sum(q.shape[1], len(everybody), q.shape[2], q.device)
+        parts = Sum(q.shape[1], len(everybody), part_dim, q.device)
         at = 0
         for row, runs in self._runs:
             tokens = slice(at, at + sum(map(len, runs)))

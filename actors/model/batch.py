@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeVar
 
+import torch
 from torch import Tensor
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -47,3 +53,24 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
+
+    def only(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
+        """The batch of the sequences `rows`, without output rows, and the tokens of this batch that it has [tokens] int64."""
+        starts = list(accumulate(self.query_lens, initial=0))
+        found = [token for row in rows for token in range(starts[row], starts[row + 1])]
+        tokens = torch.tensor(found, dtype=torch.int64, device=self.slots.device)
+
+        def of(values: list[_Value]) -> list[_Value]:
+            return [values[row] for row in rows] if values else []
+
+        return Batch(
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[tokens],
+            slots=self.slots[tokens],
+            query_lens=of(self.query_lens),
+            context_lens=of(self.context_lens),
+            block_tables=of(self.block_tables),
+            output_rows=self.output_rows[:0],
+            rope_lens=of(self.rope_lens),
+            new_lens=of(self.new_lens),
+        ), tokens

@@ -12,8 +12,6 @@ A stage is what it is by construction: `forward` does not ask where it runs. Par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +22,8 @@ from actors.model.attention import AttentionBackend
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.build import latent_attention
 from actors.model.layers import (
     ACTIVATIONS,
     CappedHead,
@@ -39,20 +39,10 @@ from actors.model.layers import (
 from actors.model.moe.build import mixture
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
-from actors.model.rope import Rotate, make_rope
+from actors.model.rope import make_rope
+from actors.model.step import Step
 from placement.model_spec import ModelSpec
 from placement.shards import Shard, parameters
-
-
-@dataclass(frozen=True)
-class Step:
-    """What every layer of a step shares."""
-
-    rotations: Sequence[Rotate]
-    """One for each rope of the model; a layer knows which is its own."""
-    plan: Any
-    cache: KVCache
-    region: Region
 
 
 class Decoder(nn.Module):
@@ -63,7 +53,7 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         own: Shard,
         tp: Group,
-        attention: AttentionBackend,
+        attention: AttentionBackend | LatentBackend,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         scatter_from: int | None = None,
@@ -77,7 +67,7 @@ class Decoder(nn.Module):
         self.head = build.head() if own.last_stage else NoHead(own)
         self.regions = Regions(tp, scatter_from)
         self._leave = _all_tokens if own.last_stage else _own_tokens
-        self._ropes = [make_rope(rope, spec.head_dim, device) for rope in build.ropes]
+        self._ropes = [make_rope(rope, spec.turned_dim, device) for rope in build.ropes]
         self._attention = attention
 
     @torch.inference_mode()
@@ -222,7 +212,7 @@ class _Builder:
         spec: ModelSpec,
         own: Shard,
         tp: Group,
-        backend: AttentionBackend,
+        backend: Any,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -265,8 +255,10 @@ class _Builder:
             return mixture(self._spec, moe, self._own, self._table, at)
         return GatedMLP(self.column(f"{at}.gate_up"), self.row(f"{at}.down"), ACTIVATIONS[self._spec.activation])
 
-    def attention(self, index: int, at: str) -> GroupedAttention:
+    def attention(self, index: int, at: str) -> nn.Module:
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
+        if spec.mla is not None:
+            return latent_attention(spec.mla, self._table, at, spec.scores_scale, index, rope, self._backend)
         parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"), self._table.get(f"{at}.sinks"))
         if spec.qk_norm == "head":
             return NormedAttention(spec, own, *parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))

@@ -25,12 +25,23 @@ _HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs]; the only caller of a matrix kernel."""
+    """``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs].
+
+    With `linear_by_head`, the only caller of a matrix kernel.
+    """
     if x.device.type == "cpu" and x.dtype is torch.float32:
         return _padded_linear(x, weight, bias)
     if x.device.type == "cpu" and x.dtype is torch.bfloat16 and x.shape[0] > 0:
         return _bfloat16_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linear_by_head(x: Tensor, weights: Tensor) -> Tensor:
+    """``x[h] @ weights[h]`` for each head h: `x` [heads, rows, inputs], `weights` [heads, inputs, outputs]."""
+    rows = x.shape[1]
+    if x.device.type == "cpu" and x.dtype is torch.float32 and rows % _ROW_MULTIPLE:
+        return torch.matmul(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weights)[:, :rows]  # as in `_padded_linear`
+    return torch.matmul(x, weights)
 
 
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -100,10 +100,11 @@ def blocks_of(index: int) -> list[int]:
     return list(range(6 * index, 6 * index + 6))
 
 
-def test_the_counters_are_the_traffic(layout_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama2", "deepseek_v2", "deepseek_v3"])
+def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts, one of them in three chunks, whose cached keys travel in the second and stay in the third (cp)."""
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
-    model, layout = tiny("llama2"), Layout.parse(layout_text)
+    model, layout = tiny(family), Layout.parse(layout_text)
     if illegal := [violation.message for violation in layout.check(model.spec)]:
         pytest.skip("; ".join(illegal))
     plans = [
@@ -139,6 +140,23 @@ def test_the_counters_are_the_traffic(layout_text: str, monkeypatch: pytest.Monk
         StepShape.of(1, 2, dtype="float32", num_sampled=0),
     ]
     assert counted(model, layout, plans) == expected(model, layout, steps)
+
+
+@pytest.mark.parametrize("layout_text", ["cp=2", "cp=2,cp_style=allgather", "cp=2,tp=3,dcp=3", "tp=5,dcp=5"], indirect=True)
+def test_latents_are_what_travels(layout_text: str) -> None:
+    """Latents weigh so little that queries go to them only behind a long context: 4 new tokens behind 56."""
+    model, layout, blocks = tiny("deepseek_v3"), Layout.parse(layout_text), list(range(30))
+    plans = [
+        StepPlan(step=0, started=[start(0, 60)], rows=[Row(sequence_id=0, start=0, count=56, new_blocks=blocks)]),
+        StepPlan(step=1, rows=[Row(sequence_id=0, start=56, count=4, sample=True)]),
+    ]
+    steps = [StepShape((row,), "float32", block_size=4) for row in (RowShape(56, choosing=None), RowShape(4, 56))]
+    assert counted(model, layout, plans) == expected(model, layout, steps)
+    travelling = [
+        entry for entry in rank_traffic(model.spec, layout, 0, steps[1]) if entry.where == "attention: travelling queries"
+    ]
+    # Of two tokens all six heads, of 20 values of four bytes each.
+    assert [entry.payload_bytes for entry in travelling] == ([2 * 6 * 20 * 4] if layout.cp > 1 else [])
 
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen2_moe"])

@@ -244,6 +244,44 @@ def test_a_value_that_is_not_a_number_on_one_rank() -> None:
     assert_fault(verify(tiny("llama2"), "tp=2", tamper=on_rank(1, broken)), 2)
 
 
+class UnturnedKey:
+    """A rope that leaves the last head, the shared key, as it is."""
+
+    def __init__(self, right: Any) -> None:
+        self._right = right
+
+    def of(self, batch: Any) -> Callable[[Tensor], Tensor]:
+        rotate = self._right.of(batch)
+        return lambda x: torch.cat((rotate(x)[:, :-1], x[:, -1:]), 1)
+
+
+def wrong_scale(parts: Parts) -> None:
+    parts.decoder.layers["1"].attn._scale = parts.config.spec.mla.latent_dim**-0.5
+
+
+def latents_without_their_norm(parts: Parts) -> None:
+    parts.decoder.layers["1"].attn.kv_a_norm = torch.nn.Identity()
+
+
+def shared_key_not_turned(parts: Parts) -> None:
+    parts.decoder._ropes = [UnturnedKey(rope) for rope in parts.decoder._ropes]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "tp=2,dcp=2"])
+@pytest.mark.parametrize(("bug", "layer"), [(wrong_scale, 1), (latents_without_their_norm, 1), (shared_key_not_turned, 0)])
+def test_latents_that_are_not_what_they_should_be(bug: Callable[[Parts], None], layer: int, layout: str, family: str) -> None:
+    report = verify(tiny(family), layout, [19, 5], tamper=on_rank(1, bug), kinds=["chunked", "decode"])
+    assert_fault(report, layer)
+    assert all(case.verdict == "fault" for case in report.cases)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "cp=2,tp=3,dcp=3", "tp=5,dcp=5", "tp=3,sp=true"])
+def test_latents_as_they_should_be(layout: str, family: str) -> None:
+    assert verify(tiny(family), layout).verdict == "rounding"
+
+
 def test_a_rank_that_cannot_go_on_is_a_fault_with_its_reason() -> None:
     def breaks(module: torch.nn.Module, inputs: Any) -> None:
         raise ValueError("out of luck")

@@ -30,7 +30,10 @@ SHAPES = (
 def small(family: str, shape: int) -> TinyModel:
     """Two layers of a family, or three (for uneven stages); as many as it lists where it lists what each of them is."""
     layers = {} if "layer_types" in FAMILIES[family] else {"num_hidden_layers": 2 + shape % 2}
-    return tiny(family, tied=shape == 1, **layers, **SHAPES[shape])
+    sizes = {**layers, **SHAPES[shape]}
+    if "kv_lora_rank" in FAMILIES[family]:  # every query head has keys of its own
+        sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 6)
+    return tiny(family, tied=shape == 1, **sizes)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,28 @@
+"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention` for latents."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from actors.model.batch import Batch
+from actors.model.kv_cache import KVCache
+from actors.model.latent.heads import LatentHeads
+
+
+class LatentBackend(Protocol):
+    """Plans once a step and runs once a layer, as an `AttentionBackend` does; a query sees every position up to its own."""
+
+    name: str
+
+    def prepare(self, batch: Batch, cache: KVCache) -> Any:
+        """The plan of a step, shared by all its layers; only this backend reads it."""
+
+    def attend(
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: Any, scale: float
+    ) -> Tensor:
+        """Write `latents` [tokens, latent_dim] to the cache, then attend from `q` [tokens, heads, query_dim].
+
+        Returns [tokens, heads, value_dim].
+        """

@@ -1,0 +1,32 @@
+"""Makes the attention of one layer with latents around its rows of the shard table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.heads import LatentHeads
+from actors.model.latent.layer import LatentAttention, LowRankLatentAttention
+from actors.model.layers import ColumnParallel, RMSNorm, RowParallel
+from placement.mla_spec import MLASpec
+
+
+def latent_attention(
+    mla: MLASpec, table: Mapping[str, nn.Parameter], at: str, scale: float, layer: int, rope: int, backend: LatentBackend
+) -> LatentAttention:
+    """The attention of `layer`, whose parameters `table` has under `at`; `rope` is its place among the step's rotations."""
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(table[f"{at}.{name}.weight"], mla.norm_eps)
+
+    def column(name: str) -> ColumnParallel:
+        return ColumnParallel(table[f"{at}.{name}.weight"], table.get(f"{at}.{name}.bias"))
+
+    o = RowParallel(table[f"{at}.o.weight"], table.get(f"{at}.o.bias"))
+    heads = LatentHeads(table[f"{at}.kv_b.weight"], mla)
+    parts = (scale, layer, rope, backend, column("qkv_a"), norm("kv_a_norm"), heads, o)
+    if mla.q_lora_rank is None:
+        return LatentAttention(*parts)
+    return LowRankLatentAttention(*parts, q_a_norm=norm("q_a_norm"), q_b=column("q_b"))

@@ -1,0 +1,47 @@
+"""Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention_context`, for latents.
+
+What travels is latents, not heads. Own queries meet fresh latents in the form that is cheaper for their row; cached latents
+are met absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from actors.model.attention_context import ContextAttention
+from actors.model.attention_context_plan import ContextPlan
+from actors.model.attention_forms import Form, Meeting
+from actors.model.attention_shares import RowShare
+from actors.model.batch import Batch
+from actors.model.kv_cache import KVCache
+from actors.model.latent.forms import Absorbed, Naive
+from actors.model.latent.heads import LatentHeads
+
+
+class ContextLatent:
+    """The `LatentBackend` of one rank."""
+
+    def __init__(self, context: ContextAttention) -> None:
+        self.name = f"latent, {context.name}"
+        self._context = context
+
+    def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
+        return self._context.prepare(batch, cache)
+
+    def attend(
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: ContextPlan, scale: float
+    ) -> Tensor:
+        naive, absorbed = Naive(heads), Absorbed(heads)
+
+        def fresh(row: RowShare) -> Form:
+            return absorbed if _absorbs(heads, row) else naive
+
+        meeting = Meeting(q, latents[:, None, None], fresh, absorbed, heads.mla.value_dim)
+        return self._context.meet(meeting, cache, layer, plan, None, scale)
+
+
+def _absorbs(heads: LatentHeads, row: RowShare) -> bool:
+    """Whether own queries of a row meet its fresh keys, own and others', at less cost absorbed."""
+    queries = sum(map(len, row.spans))
+    pairs = sum(len(span) * (span.start - row.start) + len(span) * (len(span) + 1) // 2 for span in row.spans)
+    return heads.mla.absorbs(queries, row.count, pairs)

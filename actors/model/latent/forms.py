@@ -1,0 +1,56 @@
+"""The two forms of latent attention (`actors.model.attention_forms`). What is kept of a token is [1, 1, latent_dim]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from actors.model.latent.heads import LatentHeads
+
+
+@dataclass(frozen=True)
+class Naive:
+    """Every head has keys and values of its own, made from the latents."""
+
+    heads: LatentHeads
+
+    @property
+    def part_dim(self) -> int:
+        return self.heads.mla.value_dim
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q
+
+    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads.expand(kept[:, 0, 0])
+
+    def parts(self, out: Tensor) -> Tensor:
+        return out[..., : self.part_dim]
+
+    def answers(self, parts: Tensor) -> Tensor:
+        return parts
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """All heads read the latents themselves: as keys, and as values of which the part that is the shared key is left out."""
+
+    heads: LatentHeads
+
+    @property
+    def part_dim(self) -> int:
+        return self.heads.mla.kv_lora_rank
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.heads.absorb(q)
+
+    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        latents = kept.permute(1, 2, 0, 3)
+        return latents, latents
+
+    def parts(self, out: Tensor) -> Tensor:
+        return out[..., : self.part_dim]
+
+    def answers(self, parts: Tensor) -> Tensor:
+        return self.heads.lift(parts)

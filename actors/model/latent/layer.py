@@ -1,0 +1,67 @@
+"""The attention layer of a model with latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    x ──qkv_a──→ queries ([ q_a ] ─norm─ q_b → queries) ───────→ [nope | rope] ──turned──→ ┐
+            └──→ latent ──────────────────────norm─────────────→ ┐                         ├ backend ──→ o ──sum──→ y
+            └──→ shared key ───────────────────────────turned──→ ┴ one latent a token ───→ ┘
+                                                                                 (cached)
+
+The cache gets the latent normed and the shared key turned, so nothing is done again to what is read from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.heads import LatentHeads
+from actors.model.layers import ColumnParallel, RMSNorm, RowParallel, linear
+from actors.model.step import Step
+
+
+class LatentAttention(nn.Module):
+    """Latent attention over this rank's heads; queries come from the hidden states at once."""
+
+    def __init__(
+        self,
+        scale: float,
+        layer: int,
+        rope: int,
+        backend: LatentBackend,
+        qkv_a: ColumnParallel,
+        kv_a_norm: RMSNorm,
+        kv_b: LatentHeads,
+        o: RowParallel,
+    ) -> None:
+        super().__init__()
+        self.qkv_a, self.kv_a_norm, self.kv_b, self.o = qkv_a, kv_a_norm, kv_b, o
+        self._scale, self._layer, self._rope, self._backend = scale, layer, rope, backend
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """What the rank holds of [tokens, hidden], before and after."""
+        mla = self.kv_b.mla
+        first = self.qkv_a(x, step.region)
+        queries, latent, shared = first.tensor_split((-mla.latent_dim, -mla.rope_dim), -1)
+        q = self._queries(queries).view(len(first), self.kv_b.num_heads, mla.query_dim)
+        turned = step.rotations[self._rope](torch.cat((q[..., mla.nope_dim :], shared.unsqueeze(1)), 1))
+        q = torch.cat((q[..., : mla.nope_dim], turned[:, :-1]), -1)
+        latents = torch.cat((self.kv_a_norm(latent), turned[:, -1]), -1)
+        out = self._backend.attend(q, latents, self.kv_b, step.cache, self._layer, step.plan, self._scale)
+        return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
+
+    def _queries(self, first: Tensor) -> Tensor:
+        """From the part of the first projection that is for queries to those of own heads [tokens, heads * query_dim]."""
+        return first
+
+
+class LowRankLatentAttention(LatentAttention):
+    """`LatentAttention` whose queries go through a latent of their own, which every rank has whole."""
+
+    def __init__(self, *parts: Any, q_a_norm: RMSNorm, q_b: ColumnParallel) -> None:
+        super().__init__(*parts)
+        self.q_a_norm, self.q_b = q_a_norm, q_b
+
+    def _queries(self, first: Tensor) -> Tensor:
+        return linear(self.q_a_norm(first), self.q_b.weight)

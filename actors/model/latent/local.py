@@ -1,0 +1,122 @@
+"""Latent attention where a rank holds all positions: each sequence of a step in the form that is cheaper for it.
+
+few new tokens behind many cached ones     absorbed: the device's own paged attention, with one KV head
+many                                       naive: the new tokens among themselves, then the cached ones piece by piece
+
+keys:    cached                            new
+        [ piece 0 | piece 1 | piece 2 ]   [ .       ]
+        [ . . . .   . . . .   . .     ]   [ . .     ]      each piece is expanded into keys and values by itself, and
+        [ . . . .   . . . .   . .     ]   [ . . .   ]      merged by log-sum-exp: memory does not grow with the context
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.model import attention
+from actors.model.attention import AttentionBackend
+from actors.model.attention_kernel import PartialKernel, choose_partial
+from actors.model.attention_pages import Source, source
+from actors.model.attention_parts import Sum
+from actors.model.batch import Batch
+from actors.model.kv_cache import KVCache
+from actors.model.latent.forms import Absorbed, Naive
+from actors.model.latent.heads import LatentHeads
+from placement.mla_spec import MLASpec
+
+PIECE_TOKENS = 1024
+"""Cached tokens that are expanded at once: for 128 heads of 192, 50 million values of keys and of values."""
+
+
+@dataclass(frozen=True)
+class NaiveRow:
+    """One sequence in naive form: where its new tokens are in the step, and the pieces of its context."""
+
+    tokens: slice
+    context: Sequence[Source]
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """A step by form. `tokens` are those of the absorbed sequences, which `absorbed` is the plan of; None: there are none."""
+
+    tokens: slice | Tensor
+    absorbed: Any
+    naive: Sequence[NaiveRow]
+    slots: Tensor
+    """Cache slots of all tokens of the step."""
+
+
+class LocalLatent:
+    """The `LatentBackend` over a device's paged attention and its kernel for keys at hand."""
+
+    def __init__(self, mla: MLASpec, paged: AttentionBackend, kernel: PartialKernel) -> None:
+        self.name = f"latent: absorbed by {paged.name}, naive by {kernel.name}"
+        self._mla, self._paged, self._kernel = mla, paged, kernel
+
+    def prepare(self, batch: Batch, cache: KVCache) -> LatentPlan:
+        sizes = zip(batch.query_lens, batch.context_lens, strict=True)
+        absorbed = [row for row, (new, cached) in enumerate(sizes) if self._mla.absorbs_row(new, cached)]
+        if len(absorbed) == len(batch.query_lens):
+            return LatentPlan(slice(None), self._paged.prepare(batch, cache), [], batch.slots)
+        some, tokens = batch.only(absorbed)
+        plan = self._paged.prepare(some, cache) if absorbed else None
+        return LatentPlan(tokens, plan, list(_naive_rows(batch, cache, set(absorbed))), batch.slots)
+
+    def attend(
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: LatentPlan, scale: float
+    ) -> Tensor:
+        if not plan.naive:
+            return self._absorbed(q, latents, heads, cache, layer, plan, scale)
+        out = q.new_empty(*q.shape[:2], self._mla.value_dim)
+        if plan.absorbed is not None:
+            at = plan.tokens
+            out[at] = self._absorbed(q[at], latents[at], heads, cache, layer, plan, scale)
+        for row in plan.naive:
+            at = row.tokens
+            cache.write(layer, plan.slots[at], latents[at, None], latents[at, None])
+            out[at] = self._naive(q[at], latents[at], heads, cache, layer, row, scale)
+        return out
+
+    def _absorbed(
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: LatentPlan, scale: float
+    ) -> Tensor:
+        form, one_head = Absorbed(heads), latents.unsqueeze(1)
+        out = self._paged.attend(form.queries(q), one_head, one_head, cache, layer, plan.absorbed, None, scale)
+        return form.answers(form.parts(out.transpose(0, 1))).transpose(0, 1)
+
+    def _naive(
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, row: NaiveRow, scale: float
+    ) -> Tensor:
+        form, queries = Naive(heads), q.transpose(0, 1).unsqueeze(0)
+        out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None, None]), scale, None, causal=True)
+        if row.context:
+            total = Sum(heads.num_heads, len(q), form.part_dim, q.device)
+            total.add(slice(None), form.parts(out[0]), lse[0])
+            for piece in row.context:
+                cached, _ = piece.read(cache, layer)
+                out, lse = self._kernel.dense(queries, *form.keys_values(cached.permute(2, 0, 1, 3)), scale, None)
+                total.add(slice(None), form.parts(out[0]), lse[0])
+            return total.out.transpose(0, 1).to(q.dtype)
+        return form.parts(out[0]).transpose(0, 1)
+
+
+def choose_latent(mla: MLASpec, device: torch.device | str, dtype: torch.dtype, block_size: int) -> LocalLatent:
+    """Latent attention by the kernels of a device."""
+    paged = attention.choose(device, dtype, block_size, head_dim=mla.latent_dim)
+    return LocalLatent(mla, paged, choose_partial(device, dtype, block_size))
+
+
+def _naive_rows(batch: Batch, cache: KVCache, absorbed: set[int]) -> Iterator[NaiveRow]:
+    starts = pairwise(accumulate(batch.query_lens, initial=0))
+    for row, ((start, stop), cached) in enumerate(zip(starts, batch.context_lens, strict=True)):
+        if row not in absorbed:
+            pieces = (range(first, min(first + PIECE_TOKENS, cached)) for first in range(0, cached, PIECE_TOKENS))
+            table = batch.block_tables[row]
+            yield NaiveRow(slice(start, stop), [source(cache, table, piece.start, piece.stop) for piece in pieces])
