@@ -84,9 +84,8 @@ def _copies(explained: Explanation) -> Iterator[str]:
     spec, layout = explained.spec, explained.layout
     largest = max(legal_dcp(spec, layout.tp, layout.tp_shares))
     if layout.dcp < largest:
-        what = "latent" if spec.mla is not None else "keys and values"
-        copies = largest // layout.dcp
-        yield f"  each token's {what} lie on {copies} ranks of a tp group; with dcp={largest} they would lie on one"
+        what, copies = "latents" if spec.mla is not None else "keys and values", largest // layout.dcp
+        yield f"  {copies} ranks of a tp group keep the same {what}; with dcp={largest} each would keep a share of its own"
 
 
 def _balance(explained: Explanation) -> Iterator[str]:

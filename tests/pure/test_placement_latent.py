@@ -11,6 +11,8 @@ import pytest
 
 from placement.balance import balance
 from placement.checkpoint_header import read
+from placement.explain import explain
+from placement.explain_text import as_text
 from placement.layout import Layout
 from placement.memory import kv_bytes_per_token, parameter_count, rank_memories
 from placement.mesh import coords
@@ -18,6 +20,7 @@ from placement.mla_spec import MLASpec
 from placement.model_spec import ModelError, ModelSpec
 from placement.rules import legal_dcp
 from placement.shards import parameters, shard
+from placement.step_shape import StepShape
 
 V3 = {
     "model_type": "deepseek_v3",
@@ -160,6 +163,18 @@ def test_the_weights_add_up(spec: ModelSpec) -> None:
     whole = attention + 3 * 7168 * 18432 + 2 * 7168
     assert parameter_count(spec) == 61 * whole + 7168 + 2 * 129280 * 7168
     assert balance(spec, Layout(tp=6)).mean_over_max > 0.99
+
+
+def test_explain_shows_the_copies_and_what_ends_them(spec: ModelSpec) -> None:
+    step = StepShape.of(1, 1, context=999)
+    text = as_text(explain(spec, Layout(tp=8, dcp=2), step), "v3")
+    assert "KV 70,272 B a token" in text
+    assert "q heads 0-15, latents of 576 values a token" in text
+    assert "4 ranks of a tp group keep the same latents; with dcp=8 each would keep a share of its own" in text
+    # 16 heads of 576 and of 512 + 2 values of two bytes: queries there, and parts of both ranks' heads back
+    assert "all_gather over 2 dcp ranks: 18,432 B" in text
+    assert "all_to_all over 2 dcp ranks: 32,896 B" in text
+    assert "keep the same" not in as_text(explain(spec, Layout(tp=8, dcp=8), step), "v3")
 
 
 def test_the_crossover_of_deepseek_v3_is_171_query_tokens() -> None:
