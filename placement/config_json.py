@@ -46,8 +46,6 @@ def read(folder: Path) -> ModelSpec:
 def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpec:
     num_heads = config.whole("num_attention_heads")
     num_layers = config.num_layers("num_hidden_layers")
-    if family.mla and config.whole("first_k_dense_replace", 0) < num_layers:
-        raise config.fault("first_k_dense_replace", f"only models whose {num_layers} layers are all dense are supported yet")
     mla = read_mla(config, family, num_heads)
     head_dim = _head_dim(config, family, num_heads) if mla is None else mla.query_dim
     attention_bias = config.flag(family.bias_field, family.attention_bias)

@@ -77,6 +77,16 @@ _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 _EXPERTS = {"moe_intermediate_size": 28, "num_experts_per_tok": 2}
 """No tp size divides the columns."""
+_DEEP_EXPERTS = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+"""One dense layer, then groups of experts and shared ones."""
+
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
     "kv_lora_rank": 16,
@@ -86,7 +96,7 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 4,
     "num_experts_per_tok": 2,
 }
-"""Twelve tokens behind a long context are where the naive form begins."""
+"""Thirteen tokens behind a long context are where the naive form begins."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
@@ -168,6 +178,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None},
     "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 20, "rope_parameters": ROPES["yarn_mscale"]},
+    "deepseek_v2_moe": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        **_DEEP_EXPERTS,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.3,
+    },
+    "deepseek_v3_moe": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        **_DEEP_EXPERTS,
+        "q_lora_rank": 20,
+        "rope_parameters": ROPES["yarn_mscale"],
+        "routed_scaling_factor": 1.8,
+    },
 }
 """What each variant adds to the common sizes."""
 

@@ -17,8 +17,9 @@ from tests.tiny_models import tiny
 
 torch.set_num_threads(1)
 
-FAMILIES = ["deepseek_v2", "deepseek_v3"]
-"""6 query heads; V2 without q_lora_rank, V3 with it and with yarn. The naive form begins at 13 tokens, at fewer behind few."""
+FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe"]
+"""6 query heads; V2 without q_lora_rank, V3 with it and with yarn; each with dense layers only, and whole. The naive form
+begins at 13 tokens, at fewer behind few."""
 
 
 def sequences_of(*lengths: int) -> list[list[int]]:

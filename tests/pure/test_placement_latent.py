@@ -37,6 +37,7 @@ V3 = {
     "v_head_dim": 128,
     "max_position_embeddings": 163840,
     "first_k_dense_replace": 61,
+    "num_experts_per_tok": 8,
     "torch_dtype": "bfloat16",
     "rope_theta": 10000,
     "rope_scaling": {
