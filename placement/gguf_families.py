@@ -32,14 +32,17 @@ class Architecture:
     interleaved: bool = False
     permuted: bool = False
     """The converter reorders q and k rows, so that an interleaved rope does what the model's own did."""
+    experts: bool = False
+    """Files may have experts; the weights of a token's are made to add up to 1."""
     no_rope_interval: int | None = None
     """Every layer whose number this divides, counted from 1, has no rope."""
 
 
 ARCHITECTURES = {
-    "llama": Architecture(permuted=True),
+    "llama": Architecture(permuted=True, experts=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(qk_norm="head"),
+    "qwen3moe": Architecture(qk_norm="head", experts=True),
     "smollm3": Architecture(permuted=True, no_rope_interval=4),
     "olmo2": Architecture(qk_norm="width", norms="post"),
     "phi3": Architecture(partial=True),
@@ -63,4 +66,4 @@ ARCHITECTURES = {
         local_theta=10000.0,
     ),
 }
-"""By ``general.architecture`` (Mistral files say llama)."""
+"""By ``general.architecture`` (Mistral and Mixtral files say llama)."""

@@ -19,6 +19,7 @@ from placement.gguf_file import GGUFHeader, TensorInfo, is_gguf, read_header
 from placement.gguf_rope import read_ropes
 from placement.header_fields import Fields, made
 from placement.model_spec import DType, ModelError, ModelSpec
+from placement.moe_spec import MoESpec
 
 __all__ = ["is_gguf", "read"]
 
@@ -36,7 +37,6 @@ def read(path: Path) -> ModelSpec:
     family = fields.text("general.architecture")
     if family not in ARCHITECTURES:
         raise fields.fault("general.architecture", f"the architectures known here are {', '.join(ARCHITECTURES)}")
-    _refuse_experts(fields, family)
     return _spec(path, header, fields, family)
 
 
@@ -69,6 +69,7 @@ def _spec(path: Path, header: GGUFHeader, fields: Fields, family: str) -> ModelS
         qkv_bias=not header.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
         o_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_down.bias" in header.tensors,
+        moe=_moe(path, fields, family, num_layers),
         qk_norm=known.qk_norm,
         norms=known.norms,
         fused_qkv="blk.0.attn_qkv.weight" in header.tensors,
@@ -133,9 +134,25 @@ def _names(family: str) -> dict[str, str]:
     }
 
 
-def _refuse_experts(fields: Fields, family: str) -> None:
-    if fields.whole(f"{family}.expert_count", 0):
-        raise fields.fault(f"{family}.expert_count", "mixtures of experts are not supported yet")
+def _moe(path: Path, fields: Fields, family: str, num_layers: int) -> MoESpec | None:
+    """Every layer has experts where the file counts any; each holds its own in three stacks."""
+    names = {"num_experts": "expert_count", "top_k": "expert_used_count", "expert_size": "expert_feed_forward_length"}
+    names = {field: f"{family}.{name}" for field, name in names.items()}
+    if not fields.whole(names["num_experts"], 0):
+        return None
+    if not ARCHITECTURES[family].experts:
+        raise fields.fault(names["num_experts"], f"mixtures of experts are not supported yet in {family} files")
+    return made(
+        MoESpec,
+        path,
+        names,
+        num_experts=fields.whole(names["num_experts"]),
+        top_k=fields.whole(names["top_k"]),
+        expert_size=fields.whole(names["expert_size"], fields.whole(f"{family}.feed_forward_length")),
+        layers=tuple(range(num_layers)),
+        normalise=True,
+        form="stacked",
+    )
 
 
 def _vocab_size(header: GGUFHeader, fields: Fields, family: str) -> int:

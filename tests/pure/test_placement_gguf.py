@@ -168,7 +168,7 @@ def test_glm4_olmo2_and_smollm3_files(tmp_path: Path) -> None:
         ("llama", {"attention.head_count": 0}, (), ["llama.attention.head_count is 0"]),
         ("llama", {"block_count": 2**32 - 1}, (), ["llama.block_count is 4294967295"]),
         ("llama", {"embedding_length": "x"}, (), ["llama.embedding_length is 'x'", "whole number"]),
-        ("llama", {"expert_count": 8}, (), ["llama.expert_count is 8", "not supported yet"]),
+        ("qwen2", {"expert_count": 8}, (), ["qwen2.expert_count is 8", "not supported yet"]),
         ("llama", {"rope.dimension_count": 8}, (), ["llama.rope.dimension_count is 8", "16"]),
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, (), ["rope.scaling.type is 'longrope'"]),
         ("qwen3", {"attention.key_length": 32, "attention.value_length": 16}, (), ["value_length is 16", "32"]),
