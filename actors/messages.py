@@ -1,7 +1,7 @@
 """The messages of the hot path, and how they become bytes: msgpack, checked against a schema on arrival.
 
     ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank
-    ingress ←─── TokenEvent ────── engine ←─ StepResult ─ tp rank 0 of the last stage
+    ingress ←─── TokenEvents ───── engine ←─ StepResult ─ tp rank 0 of the last stage
 
 Tokens inside, text at the edge: nothing here is a string of the conversation.
 """
@@ -102,6 +102,17 @@ class TokenEvent(Message):
     """On the only event of a request that was never accepted: the code of the refusal, explained by `error`."""
     refused_by: str | None = None
     """Name of the replica that refused; another may accept."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this event only says that a replica has the request."""
+        return not (self.tokens or self.finish or self.prompt_logprobs)
+
+
+class TokenEvents(Message):
+    """What happened in one step to the requests of one ingress."""
+
+    events: list[TokenEvent]
 
 
 class SequenceStart(Message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
 from actors.engine.refusal import RequestRefused
-from actors.engine.token_stream import ReplyTo, TokenSender
+from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
@@ -30,6 +31,9 @@ from placement.bundles import bundles
 log = logging.getLogger("shardwright.replica")
 
 _WATCH_EVERY_S = 0.5
+_REACH_S = 10.0
+"""A replica that cannot connect to the ingress in this time cannot answer it."""
+_REACH_EVERY_S = 0.002
 _REBUILDS = 3
 """Rebuilds in a row that may fail before the replica gives up and lets Serve replace it."""
 
@@ -47,26 +51,34 @@ class Replica:
         self._ranks = launch.launch(settings, self._seats, name)
         self._blocks = _num_blocks(settings, self._ranks)
         link, self._sentinels = self._link()
-        self.engine = Engine(_engine_config(settings, self._blocks), link)
+        self.engine = Engine(_engine_config(settings, self._blocks), link, flush=self._tokens.flush)
         self.engine.start()
         self._down = None
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
 
     async def generate(self, packed: bytes, reply_to: bytes, avoid: Collection[str] = ()) -> bytes | None:
-        """Run one packed request; its events go to the packed `reply_to`. Returns when the last one is sent.
+        """Run one packed request; its events go to the packed `reply_to`, an empty one at once. Returns when the last one is
+        sent, or when the ingress is gone: the engine then drops the request.
 
         A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
         `avoid` names replicas that refused it; routers read it, nothing here.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        await self._reach(to)
 
         def deliver(event: TokenEvent) -> None:
-            self._tokens.send(to, event)
-            if event.finish is not None:
-                loop.call_soon_threadsafe(ended.set)
+            over = True
+            try:
+                self._tokens.send(to, event)
+                over = event.finish is not None
+            finally:
+                if over:
+                    loop.call_soon_threadsafe(ended.set)
 
+        deliver(TokenEvent(request_id=request.request_id))
+        self._tokens.flush()
         try:
             self.engine.submit(request, deliver)
         except RequestRefused as refusal:
@@ -77,6 +89,14 @@ class Replica:
             if not ended.is_set():
                 self.engine.cancel(request.request_id)
         return None
+
+    async def _reach(self, to: ReplyTo) -> None:
+        """Connect to an ingress, unless it is done. Raises `IngressGone` when it does not answer in time."""
+        deadline = time.monotonic() + _REACH_S
+        while not self._tokens.connected(to):
+            if time.monotonic() > deadline:
+                raise IngressGone(f"replica {self._name} cannot connect to the ingress at {to.address} in {_REACH_S:g} s")
+            await asyncio.sleep(_REACH_EVERY_S)
 
     def _refused(self, request: GenerateRequest, refusal: RequestRefused) -> TokenEvent:
         return TokenEvent(

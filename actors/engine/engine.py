@@ -9,7 +9,7 @@ from collections.abc import Callable
 from actors.engine.config import EngineConfig
 from actors.engine.deliveries import Deliver
 from actors.engine.link import RankLink
-from actors.engine.loop import StepLoop
+from actors.engine.loop import Clock, StepLoop
 from actors.engine.refusal import EngineDown
 from actors.engine.stats import EngineStats
 from actors.messages import GenerateRequest
@@ -28,12 +28,14 @@ class Engine:
                    down
     """
 
-    def __init__(self, config: EngineConfig, link: RankLink, clock: Callable[[], float] = time.monotonic) -> None:
-        """`link`: connected to every rank; the engine owns it from here on."""
+    def __init__(
+        self, config: EngineConfig, link: RankLink, clock: Clock = time.monotonic, flush: Callable[[], None] = lambda: None
+    ) -> None:
+        """`link`: connected to every rank; the engine owns it from here on. `flush`: called after the events of each step."""
         self.config = config
-        self._clock = clock
+        self._clock, self._flush = clock, flush
         self._lock = threading.Lock()
-        self._loop = StepLoop(config, link, clock)
+        self._loop = StepLoop(config, link, clock, flush)
         self._is_started = False
 
     def start(self) -> None:
@@ -72,7 +74,7 @@ class Engine:
         """Serve over new ranks, with an empty cache. What the old ranks still held ends with an ``error`` event."""
         with self._lock:
             self._end_loop("the ranks were replaced")
-            self._loop = StepLoop(self.config, link, self._clock)
+            self._loop = StepLoop(self.config, link, self._clock, self._flush)
             self._loop.start()
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,6 +33,8 @@ _RECENT_STEPS = 256
 
 logger = logging.getLogger(__name__)
 
+Clock = Callable[[], float]
+
 
 class StepTimeout(LinkError):
     """A step that took longer than `step_timeout_s`."""
@@ -42,14 +43,14 @@ class StepTimeout(LinkError):
 class StepLoop:
     """Runs requests over one link until it is stopped or fails."""
 
-    def __init__(self, config: EngineConfig, link: RankLink, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig, link: RankLink, clock: Clock, flush: Callable[[], None]) -> None:
         self.config = config
         self.ended: str | None = None
         """Why this loop takes no more requests."""
         self._link = link
         self._clock = clock
         self._scheduler = Scheduler(config)
-        self._deliveries = Deliveries()
+        self._deliveries = Deliveries(flush)
         self._changed = threading.Condition()
         """Guards the inbox, the cancellations, `ended` and the step times."""
         self._inbox: list[Sequence] = []
@@ -232,6 +233,6 @@ class StepLoop:
         return None
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if not self._deliveries.deliver(event):
-                self._scheduler.cancel(event.request_id)
+        if events:
+            for request_id in self._deliveries.deliver(events):
+                self._scheduler.cancel(request_id)

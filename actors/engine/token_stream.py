@@ -1,6 +1,6 @@
-"""Token events from engines to the ingress over ZeroMQ: one small message an event, no Ray call and no pickle.
+"""Token events from engines to the ingress over ZeroMQ: one message a step and ingress, no Ray call and no pickle.
 
-    engine: PUSH, connected, one per ingress ──→ [secret, TokenEvent] ──→ ingress: PULL, bound
+    engine: PUSH, connected, one per ingress ──→ [secret, TokenEvents] ──→ ingress: PULL, bound
 
 A request travels to the engine with the address and secret of the ingress that waits for it; its events come back here.
 (Through Ray's own streaming an event costs about a millisecond of two processes, more than a small model's token.)
@@ -13,6 +13,8 @@ import hmac
 import logging
 import secrets
 import threading
+import time
+from contextlib import suppress
 from typing import Self
 
 import msgpack
@@ -20,9 +22,14 @@ import zmq
 import zmq.asyncio
 from pydantic import ValidationError
 
-from actors.messages import Message, TokenEvent
+from actors.messages import Message, TokenEvent, TokenEvents
 
 MAX_MESSAGE_BYTES = 1 << 28
+
+_TURN_S = 0.002
+"""How long arriving events may keep everything else on the ingress's event loop waiting."""
+_PING_MS, _PONG_MS = 2_000, 10_000
+"""How often a connection is tried, and how soon an answer must come: a machine that vanishes closes no connection."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +41,38 @@ class ReplyTo(Message):
     secret: bytes
 
 
+class IngressGone(ConnectionError):
+    """The ingress that waits for a request's events is not connected any more."""
+
+
 class TokenSender:
-    """The engine's end: remembers a socket for every ingress it has answered. Any thread may send."""
+    """The engine's end: remembers a socket for every ingress it has answered. Any thread may call anything."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._outbox: dict[tuple[str, bytes], list[TokenEvent]] = {}
+
+    def connected(self, to: ReplyTo) -> bool:
+        """Whether events can go there now; the first question begins to connect."""
+        with self._lock:
+            return _can_send(self._socket(to.address))
 
     def send(self, to: ReplyTo, event: TokenEvent) -> None:
-        """Queue an event for an ingress. Never waits; events for an ingress that is gone are dropped in the end."""
+        """Add an event to those that leave with the next `flush`. Raises `IngressGone` where it can reach nobody."""
         with self._lock:
-            self._socket(to.address).send_multipart([to.secret, event.pack()], zmq.DONTWAIT)
+            if not _can_send(self._socket(to.address)):
+                self._sockets.pop(to.address).close(linger=0)
+                raise IngressGone(f"the ingress at {to.address} is gone")
+            self._outbox.setdefault((to.address, to.secret), []).append(event)
+
+    def flush(self) -> None:
+        """Send what was added, as one message an ingress. Never waits; what cannot leave is dropped."""
+        with self._lock:
+            outbox, self._outbox = self._outbox, {}
+            for (address, secret), events in outbox.items():
+                with suppress(zmq.Again):
+                    self._socket(address).send_multipart([secret, TokenEvents(events=events).pack()], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close all sockets, after what was sent has had a second to leave. Calling twice is harmless."""
@@ -58,9 +86,15 @@ class TokenSender:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
             socket.sndhwm = 0
             socket.linger = 0
+            socket.immediate = True  # nothing is queued for an ingress that is not there
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, _PONG_MS
             socket.connect(address)
             self._sockets[address] = socket
         return self._sockets[address]
+
+
+def _can_send(socket: zmq.Socket[bytes]) -> bool:
+    return bool(socket.poll(0, zmq.POLLOUT))
 
 
 class TokenReceiver:
@@ -96,18 +130,23 @@ class TokenReceiver:
         self._socket.close(linger=0)
 
     async def _run(self) -> None:
+        turn_ends = 0.0
         while True:
-            self._take(await self._socket.recv_multipart())
+            self._take(await self._socket.recv_multipart())  # which is no pause while more has come than is taken
+            if time.monotonic() >= turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time.monotonic() + _TURN_S
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not hmac.compare_digest(frames[0], self.reply_to.secret):
             logger.warning("ignored a message on %s that does not carry this ingress's secret", self.reply_to.address)
             return
         try:
-            event = TokenEvent.unpack(frames[1])
+            events = TokenEvents.unpack(frames[1]).events
         except (ValidationError, ValueError, TypeError, msgpack.UnpackException):
-            logger.warning("ignored a malformed event on %s", self.reply_to.address)
+            logger.warning("ignored malformed events on %s", self.reply_to.address)
             return
-        queue = self._queues.get(event.request_id)
-        if queue is not None:
-            queue.put_nowait(event)
+        for event in events:
+            queue = self._queues.get(event.request_id)
+            if queue is not None:
+                queue.put_nowait(event)
