@@ -11,6 +11,7 @@ import platform
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,18 @@ class Connection:
     embedded: bool
 
 
-def connect(address: str | None = None, slots: int | None = None) -> Connection:
+def connect(address: str | None = None, slots: int | None = None, environment: Mapping[str, str] | None = None) -> Connection:
     """Join the cluster at `address` (or ``RAY_ADDRESS``); with neither, start an embedded one with `slots` CPU slots.
 
     A slot is a seat for one rank, not a core: an embedded cluster has as many as the layout asks for. An embedded
-    cluster asks for a random token, so that no other program of the network can join it. Raises `ConnectionError`
-    when no cluster answers at the address.
+    cluster asks for a random token, so that no other program of the network can join it. `environment`: variables for
+    the processes of an embedded cluster, unless they are set. Raises `ConnectionError` when no cluster answers at the
+    address.
     """
     address = address or configured_address()
     if address is not None:
         _check_answers(address)
-    for name, value in _DEFAULTS.items():
+    for name, value in {**_DEFAULTS, **(environment or {})}.items():
         os.environ.setdefault(name, value)
     if address is None:
         _lock_embedded()

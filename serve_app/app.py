@@ -2,9 +2,10 @@
 
     HTTP ──→ Ingress (OpenAI endpoint, text) ──handle──→ Engine replicas ──→ ranks
 
-Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files. No ``from __future__ import
-annotations`` here: Serve looks at the builder's annotation itself, and would see a string.
+Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files.
 """
+
+from __future__ import annotations
 
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from serve_app.openai.api import ApiSettings, create_api
 from serve_app.preflight import check_files
 from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
-from serve_app.settings import ServeArgs, replica_settings, served_name
+from serve_app.settings import ServeArgs, parse_args, replica_settings, served_name
 
 APP_NAME = "shardwright"
 ENGINE = "Engine"
@@ -48,8 +49,9 @@ class Ingress:
 
     def __init__(self, args: ServeArgs, engine: DeploymentHandle[Any]) -> None:
         self._model = served_model(args, settings_in_cluster(args))
-        self._settings = ApiSettings(api_keys=args.api_keys)
-        self._backend = HandleBackend(engine)
+        # Serve's proxy puts the request's own id on the answer, or the one it gave it.
+        self._settings = ApiSettings(api_keys=args.api_keys, request_id_on_answers=False)
+        self._backend = HandleBackend(engine, args.replica_wait_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self._model, self._backend, self._settings)
@@ -73,9 +75,13 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
     )
 
 
-def build(args: ServeArgs) -> Application:
-    """The Serve application for `args`. Raises `ModelError`, `LayoutError` or `pydantic.ValidationError`."""
-    args = ServeArgs.model_validate(args)  # a raw mapping where Serve did not look at the annotation
+def build(arguments: dict[str, Any]) -> Application:
+    """The Serve application for the arguments of `ServeArgs`. Raises `ArgumentError`, `ModelError` or `LayoutError`."""
+    return application(parse_args(arguments))  # not annotated as `ServeArgs`: Serve's own check tells mistakes less well
+
+
+def application(args: ServeArgs) -> Application:
+    """See `build`. Raises `ModelError` or `LayoutError`."""
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
     settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
     check_files(Path(settings.model_path), settings.spec)

@@ -37,6 +37,9 @@ def serve(
     step_timeout: Annotated[
         float, typer.Option(help="Seconds after which a step counts as stuck, and its ranks are remade.")
     ] = 60.0,
+    replica_wait: Annotated[
+        float, typer.Option(help="Seconds a request waits for an engine replica while none runs, before it is refused.")
+    ] = 30.0,
     served_name: Annotated[str | None, typer.Option(help="Name clients ask for.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Bearer key clients must send; may be given several times.")] = None,
     address: Annotated[
@@ -60,6 +63,7 @@ def serve(
             "max_sequences": max_sequences,
             "threads_per_rank": threads,
             "step_timeout_s": step_timeout,
+            "replica_wait_s": replica_wait,
             "served_name": served_name,
             "api_keys": api_key or (),
         }

@@ -1,7 +1,7 @@
 """The endpoint's backend over Ray Serve: one handle call a request, its events over ZeroMQ.
 
     ingress ──handle call: request, where to answer──→ replica        (returns when the request has ended)
-            ←───────────── events, over ZeroMQ ───────
+            ←───────────── events, over ZeroMQ ───────                (the first, empty, as soon as it has the call)
 
 Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it.
 """
@@ -9,6 +9,7 @@ Ray Serve chooses the replica, tells when it is lost, and carries a cancellation
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import Context
@@ -35,8 +36,9 @@ _LOST = (RayError, RayServeException)
 class HandleBackend:
     """Generates on the engine replicas behind a Serve handle; which replica, the handle's router decides."""
 
-    def __init__(self, engine: DeploymentHandle[Any]) -> None:
-        self._engine = engine
+    def __init__(self, engine: DeploymentHandle[Any], wait_s: float) -> None:
+        """`wait_s`: how long a request waits for a replica to take it while none can."""
+        self._engine, self._wait_s = engine, wait_s
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
@@ -66,17 +68,33 @@ class HandleBackend:
         watch = asyncio.create_task(_watch(call, request, events))
         finished = False
         try:
+            event = await self._taken(request, events)
             while not finished:
-                event = _joined(await events.get(), events)
+                event = _joined(event or await events.get(), events)
                 finished = event.finish is not None
                 if event.refused is not None:
                     raise _refusal(event)
                 yield event
+                event = None
         finally:
             watch.cancel()
             receiver.forget(request.request_id)
             if not finished:
                 call.cancel()
+
+    async def _taken(self, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> TokenEvent | None:
+        """Wait until a replica has the request; None, or an event that says how it ended already.
+
+        Serve itself would wait without a limit while no replica runs. Raises `BackendRefused` after `wait_s`.
+        """
+        own_s = math.inf if request.timeout_s is None else request.timeout_s
+        try:
+            first = await asyncio.wait_for(events.get(), min(self._wait_s, own_s))
+        except TimeoutError:
+            if own_s <= self._wait_s:
+                return TokenEvent(request_id=request.request_id, finish="deadline")
+            raise BackendRefused("engine_down", f"no engine replica could take the request for {self._wait_s:g} s") from None
+        return None if first.is_empty else first
 
     def _listening(self) -> TokenReceiver:
         """The receiver of this process, on the event loop that serves it; made when it is first needed."""

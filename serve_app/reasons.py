@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 _OURS = re.compile(
-    r"\b(?:LaunchError|SeatError|ModelError|AbsentWeights|LayoutError|MemoryBudgetError|TokenizerError|TemplateError): (.+)"
+    r"\b(?:ArgumentError|LaunchError|SeatError|ModelError|AbsentWeights|LayoutError|MemoryBudgetError|TokenizerError"
+    r"|TemplateError): (.+)"
 )
 """Errors whose text is written for the person who asked."""
 _RAISED = re.compile(r"^(?:\w+\.)*([A-Z]\w*(?:\(\w+\))?: .+)")

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,14 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster import local
 from cluster.settings import ReplicaSettings
+from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import Layout
+from serve_app import proxy
 from serve_app.preflight import check_files
 from serve_app.reasons import first_reason, reason_of
 from serve_app.settings import ServeArgs, replica_settings
@@ -59,34 +62,40 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     with _told(stop):
         cluster = _connect(address, settings.layout.devices)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
+    watch = ClusterWatch(cluster, _cluster_lost)
     try:
         if not stop.is_set():
-            with _told(stop):
+            with _told(stop, watch.check):
                 _deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, settings.layout, host, port, cluster.address)
         stop.wait()
     finally:
+        watch.close()
         _end(cluster)
 
 
 def _connect(address: str | None, slots: int) -> local.Connection:
     try:
-        return local.connect(address, slots=slots)
+        return local.connect(address, slots=slots, environment=proxy.SETTING)
     except ConnectionError as error:
         where = address or local.configured_address() or "this machine, where it was started"
         raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
 
 
 @contextmanager
-def _told(stop: threading.Event) -> Iterator[None]:
-    """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why."""
+def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why.
+
+    `check_cluster` does not return where the cluster is lost: that is why, then.
+    """
     try:
         yield
     except Exception as error:
         if stop.is_set():
             raise SystemExit(_INTERRUPTED) from error
+        check_cluster()
         raise StartFailed(reason_of(error)) from error
 
 
@@ -104,13 +113,15 @@ def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Non
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
 
-    from serve_app.app import APP_NAME, build
+    from serve_app.app import APP_NAME, application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
-    target = RunTarget(target=build(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
+    target = RunTarget(
+        target=application(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING")
+    )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     with _progress() as show:
         _wait_until_running(stop, show)
@@ -209,6 +220,14 @@ def _end(cluster: local.Connection) -> None:
                 ray.shutdown()
     if left is not None:
         print(f"error: the application {APP_NAME} may still be on the cluster at {cluster.address}: {left}", file=sys.stderr)
+
+
+def _cluster_lost(reason: str) -> NoReturn:
+    """End this process and all it has started, without what needs the cluster. May be called by any thread."""
+    Console(stderr=True).show_cursor()  # a progress bar may have hidden it
+    print(f"error: {reason}; the service has ended", file=sys.stderr, flush=True)
+    end_descendants()
+    os._exit(2)
 
 
 def _free_port(host: str, port: int) -> int:

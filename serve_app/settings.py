@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
 from placement import checkpoint_header, memory
@@ -47,8 +48,29 @@ class ServeArgs(BaseModel):
     threads_per_rank: Count | None = None
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """A step that takes longer ends its ranks, which are made anew."""
+    replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    """While no engine replica runs, a request waits for one so long (or its own time limit, if shorter); then it is refused."""
     served_name: str | None = None
     api_keys: tuple[str, ...] = ()
+
+
+class ArgumentError(ValueError):
+    """Arguments that mean nothing to `ServeArgs`: says which, and what would."""
+
+
+def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
+    """Raises `ArgumentError`, for all mistakes at once."""
+    try:
+        return ServeArgs.model_validate(arguments)
+    except ValidationError as error:
+        found = error.errors()
+    unknown = [str(each["loc"][0]) for each in found if each["type"] == "extra_forbidden"]
+    wrong = [
+        f"{each['loc'][0]}: {each['msg']} (given: {each['input']!r})" for each in found if each["type"] != "extra_forbidden"
+    ]
+    if unknown:
+        wrong.append(f"unknown: {', '.join(unknown)}; the arguments are {', '.join(ServeArgs.model_fields)}")
+    raise ArgumentError("; ".join(wrong))
 
 
 def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> ReplicaSettings:

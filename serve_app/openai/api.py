@@ -30,7 +30,7 @@ def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | Non
     """The application that serves `model` from `backend`. It holds no state besides its metrics."""
     settings, metrics = settings or ApiSettings(), Metrics()
     app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestId)
+    app.add_middleware(RequestId, on_answers=settings.request_id_on_answers)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _told)
     keyed, free = APIRouter(dependencies=[Depends(key_check(settings.api_keys))]), APIRouter()

@@ -8,26 +8,32 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+HEADER = "x-request-id"
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def choose(given: str | None) -> str:
+    """The id of a request that says it is `given`."""
+    return given if given is not None and _PLAIN.fullmatch(given) else secrets.token_hex(16)
 
 
 class RequestId:
     """ASGI middleware; the id is ``request.state.request_id``."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, on_answers: bool) -> None:
+        """`on_answers`: put the id on answers; not where a proxy in front does."""
+        self._app, self._on_answers = app, on_answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _PLAIN.fullmatch(given) else secrets.token_hex(16)
+        request_id = choose(Headers(scope=scope).get(HEADER))
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_id if self._on_answers else send)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -18,17 +17,16 @@ from serve_app.openai import chat, completions
 from serve_app.openai.answer import Answering, as_api_error
 from serve_app.openai.body import read_object
 from serve_app.openai.disconnect import ClientGone
-from serve_app.openai.errors import ApiError, unknown_model
+from serve_app.openai.errors import unknown_model
 from serve_app.openai.metrics import CLIENT_GONE, Metrics
 from serve_app.openai.plan import Origin
 from serve_app.openai.schema import ChatFields, CompletionFields
 from serve_app.openai.settings import ApiSettings
 from serve_app.openai.shape import Job
+from serve_app.openai.timeout import timeout_of
 from serve_app.served_model import ServedModel
 
 MakeJob = Callable[[dict[str, Any], Origin], Awaitable[Job]]
-
-_TIMEOUT_HEADER = "x-request-timeout-seconds"
 
 
 def add_generation(router: APIRouter, model: ServedModel, backend: Backend, settings: ApiSettings, metrics: Metrics) -> None:
@@ -78,17 +76,4 @@ def check_model(model: ServedModel, name: str | None) -> None:
 
 def _origin(request: Request) -> Origin:
     """The engine's id of a request: two callers may use the same ``x-request-id`` at once, so it gets a suffix."""
-    return Origin(f"{request.state.request_id}-{secrets.token_hex(4)}", _timeout(request))
-
-
-def _timeout(request: Request) -> float | None:
-    text = request.headers.get(_TIMEOUT_HEADER)
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ApiError(400, f"{_TIMEOUT_HEADER}: must be a positive number of seconds", param=_TIMEOUT_HEADER)
-    return seconds
+    return Origin(f"{request.state.request_id}-{secrets.token_hex(4)}", timeout_of(request.headers))

@@ -16,5 +16,7 @@ class ApiSettings(BaseModel):
     """Prompts times ``n`` of one request."""
     max_logprobs: int = 20
     """Most alternatives a caller may ask for per token."""
+    request_id_on_answers: bool = True
+    """Not where a proxy in front puts ``x-request-id`` on them."""
     retry_after_s: float = 1.0
     """Told to callers who are refused for now, where the backend names no time."""

@@ -1,0 +1,111 @@
+"""Watching the cluster a command has joined or embedded, and ending what was embedded when it can no longer end itself.
+
+Ray's own shutdown waits for the processes that are gone, so it is of no use then. Orphans of an embedded cluster (ranks,
+when their raylet was killed) become children of this process, which asked the kernel for them, and end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster.local import Connection
+
+_EVERY_S = 0.5
+_SILENCE_S = 10.0
+"""A joined cluster that answers nothing for this long is lost."""
+_END_S = 10.0
+_VITAL = ("gcs_server", "raylet")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ClusterWatch:
+    """Calls `lost`, which does not return, with the reason, once: on a thread of its own, or in `check`."""
+
+    def __init__(self, cluster: Connection, lost: Callable[[str], NoReturn]) -> None:
+        self._cluster, self._lost = cluster, lost
+        self._answered_at = time.monotonic()
+        self._over = threading.Event()
+        self._only_once = threading.Lock()
+        if cluster.embedded:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        else:
+            threading.Thread(target=self._ask, name="cluster-pulse", daemon=True).start()
+        threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Return while the cluster lives."""
+        reason = _dead_process() if self._cluster.embedded else self._silence()
+        if reason is not None and not self._over.is_set():
+            self._only_once.acquire()
+            self._lost(reason)
+
+    def close(self) -> None:
+        """Stop watching: from here on processes may end."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self.check()
+
+    def _ask(self) -> None:
+        import ray
+
+        while not self._over.wait(_EVERY_S):
+            with suppress(Exception):  # whatever it is: no answer
+                ray.nodes()
+                self._answered_at = time.monotonic()
+
+    def _silence(self) -> str | None:
+        silent_s = time.monotonic() - self._answered_at
+        return (
+            None if silent_s < _SILENCE_S else f"the Ray cluster at {self._cluster.address} gave no answer for {silent_s:.0f} s"
+        )
+
+
+def end_descendants() -> bool:
+    """Kill every process below this one, for as long as there are any. Whether none is left."""
+    deadline = time.monotonic() + _END_S
+    while (found := _descendants()) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return not found
+
+
+def _dead_process() -> str | None:
+    """What has become of the processes an embedded cluster cannot be without."""
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    dead: list[tuple[str, subprocess.Popen[bytes]]] = [] if node is None else node.dead_processes()
+    for kind, process in dead:
+        if kind in _VITAL:
+            code = process.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            return f"the {kind} of the embedded Ray cluster (process {process.pid}) {how}"
+    return None
+
+
+def _descendants() -> list[int]:
+    """Processes below this one that still run."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended since it was listed
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(stat.parent.name)] = int(parent)
+    below, found = {os.getpid()}, []
+    while more := [pid for pid, parent in parents.items() if parent in below and pid not in below]:
+        below.update(more)
+        found += more
+    return found
