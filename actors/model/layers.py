@@ -20,7 +20,7 @@ from actors.model.regions import Region
 
 _ROW_MULTIPLE = 4
 _FEW_ROWS = 8
-_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+_HAS_BFLOAT16 = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """Whether this CPU multiplies bfloat16 matrices by its own instructions (AVX-512, or Arm's bf16)."""
 
 
