@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class SharedMemoryGroup(CountedGroup):
         memory, words, self._roster = attach(name, rank, geometry, title, timeout_s)
         self._slot_bytes = slot_bytes
         self._lane_bytes = slot_bytes // size // LINE_BYTES * LINE_BYTES
+        self._at_once_bytes = slot_bytes if size == 2 else min(slot_bytes, _GATHER_BYTES)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._steps: Steps | None = Steps(memory, words, geometry, rank, self._roster, timeout_s)
         self._outboxes = {peer: Outbox(memory, words, geometry, rank, peer) for peer in self._peers}
@@ -94,21 +96,28 @@ class SharedMemoryGroup(CountedGroup):
         self._leave(CLOSED)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
+        if x.nbytes <= self._at_once_bytes:
+            return self._sum_at_once(x)
         flat = x.reshape(-1)
-        if self.size > 2 and x.nbytes > _GATHER_BYTES:
+        if self.size > 2:
             sizes = [len(part) for part in torch.tensor_split(flat, self.size)]
             return self._gather("all_reduce", self._scatter_sum("all_reduce", flat, sizes), sizes).view(x.shape)
         out = torch.empty_like(flat)
         chunk = self._slot_bytes // x.itemsize
-        with self._speaking_of("all_reduce") as steps:
-            for at in range(0, len(flat), chunk):
-                own = flat[at : at + chunk]
-                slots = steps.begin()
-                slots[self.rank][x.dtype][: len(own)].copy_(own)
-                steps.finish("all_reduce", x.dtype, len(flat))
-                terms = [own if rank == self.rank else slots[rank][x.dtype][: len(own)] for rank in range(self.size)]
-                sum_in_rank_order(terms, out=out[at : at + chunk])
+        for at in range(0, len(flat), chunk):
+            out[at : at + chunk] = self._sum_at_once(flat[at : at + chunk])
         return out.view(x.shape)
+
+    def _sum_at_once(self, x: Tensor) -> Tensor:
+        """The sum of tensors that fit a slot, in one step. A layer waits for two of these, so little is done besides."""
+        steps = self._open("all_reduce")
+        try:
+            shown = steps.begin_shaped(x)
+            shown[self.rank].copy_(x)
+            steps.finish("all_reduce", x.dtype, x.numel())
+        except GaveUpError as error:
+            self._give_up("all_reduce", error)
+        return sum_in_rank_order([*shown[: self.rank], x, *shown[self.rank + 1 :]])
 
     def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         return self._gather("all_gather", x, sizes)
@@ -212,13 +221,20 @@ class SharedMemoryGroup(CountedGroup):
     @contextmanager
     def _speaking_of(self, operation: str) -> Iterator[Steps]:
         """Turn a wait that was given up into a `GroupError` about `operation`, after which the group is closed."""
+        steps = self._open(operation)
+        try:
+            yield steps
+        except GaveUpError as error:
+            self._give_up(operation, error)
+
+    def _open(self, operation: str) -> Steps:
         if self._steps is None:
             self._refuse(operation, "this group is closed (by `close`, or by an earlier failure)")
-        try:
-            yield self._steps
-        except GaveUpError as error:
-            self._leave(FAILED)
-            self._refuse(operation, str(error))
+        return self._steps
+
+    def _give_up(self, operation: str, error: GaveUpError) -> NoReturn:
+        self._leave(FAILED)
+        self._refuse(operation, str(error))
 
     def _leave(self, state: int) -> None:
         if self._steps is not None:

@@ -26,6 +26,8 @@ from actors.model.groups.segment import Geometry
 from actors.model.groups.waiting import GaveUpError, wait_for
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_CODES = {operation: code for code, operation in enumerate(OPERATIONS)}
+_MOST_SHAPES = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
            torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -49,6 +51,7 @@ class Steps:
         self._peers = [peer for peer in ranks if peer != rank]
         self._counters = [geometry.rank_block(peer) // 8 for peer in ranks]
         self._headers = [[geometry.slot_header(peer, parity) // 8 for peer in ranks] for parity in (0, 1)]
+        self._shaped: dict[tuple[torch.dtype, torch.Size], list[list[Tensor]]] = {}
         self._slots = [
             [_map_slot(memory, geometry.slot(peer, parity), geometry.slot_bytes) for peer in ranks] for parity in (0, 1)
         ]
@@ -58,6 +61,17 @@ class Steps:
         self._step += 1
         return self._slots[self._step & 1]
 
+    def begin_shaped(self, like: Tensor) -> list[Tensor]:
+        """`begin`, with the start of every slot seen as a tensor like this one. Views are kept: shapes come again."""
+        self._step += 1
+        key = (like.dtype, like.shape)
+        if key not in self._shaped:
+            if len(self._shaped) == _MOST_SHAPES:
+                self._shaped.clear()
+            count = like.numel()
+            self._shaped[key] = [[slot[like.dtype][:count].view(like.shape) for slot in slots] for slots in self._slots]
+        return self._shaped[key][self._step & 1]
+
     def finish(self, operation: str, dtype: torch.dtype, count: int) -> None:
         """Show this rank's slot and wait for the others'. All ranks must have called with the same arguments.
 
@@ -65,7 +79,7 @@ class Steps:
         """
         words, step = self._words, self._step
         headers = self._headers[step & 1]
-        signature = OPERATIONS.index(operation) << 56 | DTYPE_CODES[dtype] << 48 | count
+        signature = _CODES[operation] << 56 | DTYPE_CODES[dtype] << 48 | count
         words[headers[self._rank]] = signature
         words[self._counters[self._rank]] = step
         for peer in self._peers:
