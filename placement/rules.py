@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from placement import suggestions
 from placement.dealing import Shares
+from placement.expert_rules import EXPERT_RULES
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, Violation, text_of
 from placement.model_spec import ModelSpec
@@ -177,7 +178,7 @@ def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Bro
 
 def _largest_axis(layout: Layout) -> str:
     """The axis to blame for too many devices."""
-    return max(("replicas", "pp", "cp", "tp"), key=lambda axis: int(getattr(layout, axis)))
+    return max(("replicas", "pp", "attn_dp", "cp", "tp"), key=lambda axis: int(getattr(layout, axis)))
 
 
 MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
@@ -191,5 +192,6 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     sp_has_tokens_to_split,
     dcp_groups_share_a_kv_head,
     a_style_needs_cp,
+    *EXPERT_RULES,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

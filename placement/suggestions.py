@@ -1,14 +1,17 @@
 """What would work instead: the legal layouts nearest to one that is not.
 
 Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with the asked cp or
-halves of it, every legal dcp where one was asked for, and as many of the asked replicas as fit. One is suggested only after
-it passed every rule, so it can never be refused when it is tried.
+halves of it, with the asked lanes (attn_dp) or halves of them, every legal dcp where one was asked for, the nearest legal
+expert axes, and as many of the asked replicas as fit. One is suggested only after it passed every rule, so it can never be
+refused when it is tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
+from placement.expert_rules import nearest_expert_axes
 from placement.hardware import ClusterSpec
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
@@ -16,6 +19,10 @@ from placement.model_spec import ModelSpec
 
 def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
+    # `rules` imports this module: only a late import avoids the circle.
+    from placement.rules import BUILT
+
+    built = Layout(**{name: value for name, value in asked.asked.items() if name in BUILT})
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)
@@ -26,11 +33,12 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
         groups = devices // tp
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
-        for cp in (size for size in _halves(asked.cp) if size <= groups):
-            for pp in range(1, min(model.num_layers, groups // cp) + 1):
-                replicas = min(asked.replicas, groups // (pp * cp))
+        for cp, lanes in product(_halves(asked.cp), _halves(built.attn_dp)):
+            for pp in range(1, min(model.num_layers, groups // (cp * lanes)) + 1):
+                replicas = min(asked.replicas, groups // (pp * cp * lanes))
+                experts = nearest_expert_axes(built, model, lanes * cp * tp)
                 # sp is kept where it was asked for and still has tokens to deal.
-                plain = Layout(replicas=replicas, pp=pp, cp=cp, tp=tp, sp=asked.sp and tp > 1)
+                plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
                 for split in _with_splits(plain, asked, model):
                     found += _with_context(split, asked, model)
     return found
@@ -96,7 +104,8 @@ def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 def _changes(asked: Layout, other: Layout, field: str) -> int:
     """Fields that differ, not counting the one at fault."""
-    return sum(getattr(asked, name) != getattr(other, name) for name in Layout.model_fields if name != field)
+    names = Layout.model_fields.keys() - {field, "moe_tp"}  # moe_tp follows from the others
+    return sum(getattr(asked, name) != getattr(other, name) for name in names)
 
 
 def _dropped(asked: Layout, other: Layout) -> int:
@@ -108,7 +117,11 @@ def _distance(asked: Layout, other: Layout) -> tuple[int, ...]:
     return (
         abs(asked.tp - other.tp),
         abs(asked.pp - other.pp),
+        abs(asked.attn_dp - other.attn_dp),
         abs(asked.cp - other.cp),
+        abs(asked.ep - other.ep),
+        abs(asked.moe_dp - other.moe_dp),
+        abs(asked.redundant_experts - other.redundant_experts),
         abs(asked.dcp - other.dcp),
         abs(asked.replicas - other.replicas),
         (asked.stage_layers is None) != (other.stage_layers is None),

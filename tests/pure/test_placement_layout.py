@@ -225,8 +225,17 @@ def test_all_broken_rules_are_in_one_error() -> None:
         require(Layout.parse("tp=10,pp=6,ep=2,stage_layers=1/1"), toy(), cluster(2))
     text = str(refused.value)
     assert "tp=10,pp=6,ep=2,stage_layers=1/1" in text
-    assert text.count("\n- ") == 7
-    parts = ["query heads", "5 layers", "ep is not built", "names 2 stages", "adds up to 2", "60 devices", "one node"]
+    assert text.count("\n- ") == 8
+    parts = [
+        "query heads",
+        "5 layers",
+        "ep is not built",
+        "the model has none",
+        "names 2 stages",
+        "adds up to 2",
+        "60 devices",
+        "one node",
+    ]
     assert all(part in text for part in parts)
 
 

@@ -1,0 +1,148 @@
+"""The rules of lanes and expert axes, as they are once those are built."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import rules
+from placement.hardware import ClusterSpec, NodeSpec
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+from placement.moe_spec import MoESpec
+
+DENSE = ModelSpec(
+    family="llama",
+    hidden_size=64,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    intermediate_size=96,
+    vocab_size=101,
+    max_position=64,
+    norm_eps=1e-5,
+    windows=(None,) * 4,
+)
+EXPERTS = MoESpec(num_experts=10, top_k=2, expert_size=12, layers=(1, 2, 3))
+SPARSE = DENSE.model_copy(update={"moe": EXPERTS})
+
+
+@pytest.fixture(autouse=True)
+def everything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "BUILT", tuple(Layout.model_fields))
+
+
+def nodes(*slots: int) -> ClusterSpec:
+    return ClusterSpec(nodes=tuple(NodeSpec(name=f"node{at}", slots=count) for at, count in enumerate(slots)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=2",
+        "tp=4,ep=2",
+        "tp=4,ep=4,redundant_experts=3",
+        "attn_dp=3,ep=3",
+        "attn_dp=2,cp=2,tp=3,pp=2,ep=6,moe_dp=2",
+        "attn_dp=2,cp=2,tp=2,pp=2,moe_dp=2,ep=2,moe_tp=2",
+        "attn_dp=2,tp=2,tp_shares=2/1,sp=true,ep=4",
+        "attn_dp=11,redundant_experts=1,ep=11",
+        "attn_dp=2,redundant_experts=10,ep=2",
+    ],
+)
+def test_what_fills_the_stage_is_legal(text: str) -> None:
+    assert Layout.parse(text).check(SPARSE) == []
+
+
+def test_a_dense_model_runs_in_lanes() -> None:
+    assert Layout.parse("attn_dp=3,cp=2,tp=2,pp=2").check(DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "parts", "nearest"),
+    [
+        ("tp=4,ep=3", "ep", ["moe_dp=1 x ep=3", "the 4 ranks of a stage (attn_dp=1 x cp=1 x tp=4)"], "tp=4,ep=2"),
+        ("tp=6,moe_dp=4", "moe_dp", ["moe_dp=4 x ep=1 does not divide the 6 ranks"], "tp=6,moe_dp=3"),
+        ("tp=4,moe_tp=2", "moe_tp", ["moe_dp=1 x ep=1 x moe_tp=2 is 2 ranks", "the 4 ranks"], "tp=4,ep=2"),
+        ("tp=4,ep=4,moe_tp=2", "moe_tp", ["ep=4 x moe_tp=2 is 8 ranks"], "tp=4,ep=4"),
+        ("attn_dp=16,tp=1", "ep", ["moe_tp=16 is more than the 12 columns"], "attn_dp=16,ep=2"),
+        ("attn_dp=12,ep=12", "ep", ["ep=12 is more than the 10 experts"], "attn_dp=12,ep=6"),
+        (
+            "attn_dp=12,ep=12,redundant_experts=1",
+            "ep",
+            ["10 experts and 1 redundant ones"],
+            "attn_dp=12,ep=6,redundant_experts=1",
+        ),
+        ("tp=2,redundant_experts=3", "redundant_experts", ["redundant_experts=3", "ep=1"], "tp=2"),
+        (
+            "tp=2,ep=2,redundant_experts=11",
+            "redundant_experts",
+            ["11 is more than 10", "the 10 experts"],
+            "tp=2,ep=2,redundant_experts=10",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers_and_what_would(
+    text: str, field: str, parts: list[str], nearest: str
+) -> None:
+    [violation] = Layout.parse(text).check(SPARSE)
+    assert violation.field == field
+    assert all(part in violation.message for part in parts)
+    assert nearest in map(str, map(Layout.parse, violation.suggestions)), violation.suggestions
+
+
+@pytest.mark.parametrize("text", ["tp=2,ep=2", "tp=2,moe_dp=2", "tp=2,redundant_experts=1"])
+def test_a_dense_model_has_no_experts_to_place(text: str) -> None:
+    [violation] = Layout.parse(text).check(DENSE)
+    assert violation.field in text
+    assert "the model has none" in violation.message
+    assert violation.suggestions[0] == "tp=2"
+
+
+def test_lanes_that_do_not_fit_the_cluster_become_fewer() -> None:
+    [violation] = Layout.parse("attn_dp=8,ep=8").check(SPARSE, nodes(3, 2))
+    assert violation.field == "attn_dp"
+    assert "attn_dp=4,ep=4" in violation.suggestions
+
+
+layouts = st.builds(
+    Layout,
+    replicas=st.integers(1, 3),
+    pp=st.integers(1, 5),
+    attn_dp=st.integers(1, 6),
+    cp=st.integers(1, 3),
+    tp=st.integers(1, 9),
+    ep=st.integers(1, 12),
+    moe_dp=st.integers(1, 4),
+    redundant_experts=st.sampled_from([0, 0, 1, 5, 40]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts, st.sampled_from([DENSE, SPARSE]), st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_every_suggestion_passes(layout: Layout, model: ModelSpec, slots: list[int] | None) -> None:
+    cluster = nodes(*slots) if slots else None
+    for violation in layout.check(model, cluster):
+        assert violation.suggestions
+        assert all(Layout.parse(text).check(model, cluster) == [] for text in violation.suggestions)
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts)
+def test_legal_means_the_grids_agree_and_nobody_is_without_an_expert(layout: Layout) -> None:
+    broken = {field for field, _ in rules.broken(layout, SPARSE, None)}
+    fills = layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks
+    most = EXPERTS.num_experts * (layout.ep - 1)
+    served = layout.ep <= EXPERTS.num_experts + layout.redundant_experts and layout.redundant_experts <= most
+    fits = layout.tp <= 8 and layout.pp <= 4
+    assert (not broken) == (fills and served and fits and layout.moe_tp <= EXPERTS.expert_size)
+
+
+def test_expert_axes_are_refused_until_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for text in ("tp=2,ep=2", "attn_dp=2", "tp=2,moe_dp=2", "tp=2,ep=2,redundant_experts=1"):
+        violations = Layout.parse(text).check(SPARSE)
+        assert any("is not built yet" in violation.message for violation in violations)
+        assert all(Layout.parse(other).check(SPARSE) == [] for violation in violations for other in violation.suggestions)
