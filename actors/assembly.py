@@ -29,6 +29,7 @@ from actors.model.kv_cache import KVCache
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
 from actors.model.latent.local import choose_latent
+from actors.model.moe.exchanges import exchanges
 from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
@@ -73,7 +74,8 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
     backend = _attention(config, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
-    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from)
+    ways = exchanges(config.spec, config.layout, config.world_rank, groups, dtype.itemsize, device)
+    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, ways)
     source = open_source(config.model_path, config.spec)
     try:
         load(dict(decoder.named_parameters()), config.spec, own, source, progress)

@@ -51,7 +51,8 @@ class Rank:
         """Join this rank's groups. Raises `GroupError` when a peer does not come in time."""
         self._threads = self._config.threads or _share_of_cores(self._config.layout, rendezvous, self._config.world_rank)
         self._status = RankStatus(state="connecting")
-        self._groups = connect(self._config.layout, self._config.world_rank, self._config.device, rendezvous)
+        config = self._config
+        self._groups = connect(config.spec, config.layout, config.world_rank, config.device, rendezvous)
 
     def load(self) -> Loaded:
         """Build this rank's stage and fill it from the checkpoint, reading its own slices only. Raises `ModelError`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from math import isqrt
+from typing import Any
 
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
@@ -18,9 +19,12 @@ from placement.model_spec import ModelSpec
 def experts_are_there(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
     """Nothing that was asked for is dropped in silence."""
     if model.moe is None:
-        for name in ("ep", "moe_dp", "redundant_experts"):
+        for name in ("ep", "moe_dp", "redundant_experts", "dispatch"):
             if name in layout.asked:
-                yield name, f"{name}={getattr(layout, name)} says where experts go, but the model has none"
+                yield (
+                    name,
+                    f"{name}={getattr(layout, name)} says where experts are, or how tokens get there, but the model has none",
+                )
 
 
 def moe_axes_fill_a_stage(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -82,8 +86,8 @@ EXPERT_RULES = (
 )
 
 
-def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> dict[str, int]:
-    """`ep`, `moe_dp` and `redundant_experts` as near to those asked for as a stage of this many ranks can have them."""
+def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> dict[str, Any]:
+    """`dispatch` as asked for; `ep`, `moe_dp` and `redundant_experts` as near to it as a stage of this many ranks can be."""
     if model.moe is None:
         return {}
     moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)
@@ -96,10 +100,10 @@ def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> di
         and copies // size <= model.moe.expert_size
     ]
     if not legal:
-        return {"moe_dp": moe_dp}
+        return {"moe_dp": moe_dp, "dispatch": asked.dispatch}
     ep = min(legal, key=lambda size: (abs(size - wanted), size))
     redundant = min(asked.redundant_experts, most_redundant(model, ep))
-    return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant}
+    return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant, "dispatch": asked.dispatch}
 
 
 @lru_cache(maxsize=256)

@@ -60,8 +60,12 @@ def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
     """Explain a layout that has passed `layout.check`."""
     memories = rank_memories(spec, layout, step.dtype)
     ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
-    groups = {axis: mesh.groups(layout, axis) for axis in mesh.GROUP_AXES}
+    groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec)}
     return Explanation(spec, layout, step, ranks, groups, traffic(spec, layout, step), balance(spec, layout))
+
+
+def _axes(spec: ModelSpec) -> tuple[str, ...]:
+    return mesh.GROUP_AXES if spec.moe is None else (*mesh.GROUP_AXES, *mesh.MOE_GROUP_AXES)
 
 
 def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:

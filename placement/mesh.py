@@ -27,6 +27,7 @@ The same 16 ranks with ``moe_dp=2, ep=4`` (so ``moe_tp=2``)::
     moe_dp 1      [8 9] [10 11] [12 13] [14 15]
     ep groups     [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]
     moe_dp groups [0 8] [1 9] ... [7 15]           <- the same experts in two copies
+    moe groups    [0 1 2 3 4 5 6 7] [8 ... 15]     <- the ranks of one copy (ep x moe_tp), between which tokens travel
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.layout import Layout
+from placement.model_spec import ModelSpec
 
 AXES = ("pp", "attn_dp", "cp", "tp")
 """Axes of the dense grid, outermost first."""
@@ -43,10 +45,10 @@ MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
 """Axes of the grid that the MoE layers see, outermost first."""
 
 GROUP_AXES = (*AXES, "dcp")
-"""Axes along which every rank has a group: whoever makes groups loops over these."""
+"""Axes along which the ranks of every model are grouped."""
 
-MOE_GROUP_AXES = MOE_AXES[1:]
-"""Axes along which every rank of a model with experts has a group besides."""
+MOE_GROUP_AXES = (*MOE_AXES[1:], "moe")
+"""Axes along which the ranks of a model with experts are grouped besides."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
     """
     if axis == "dcp":
         return [row[start : start + layout.dcp] for row in groups(layout, "tp") for start in range(0, layout.tp, layout.dcp)]
+    if axis == "moe":
+        size = layout.ep * layout.moe_tp
+        return [list(range(start, start + size)) for start in range(0, layout.world, size)]
     axes = next((grid for grid in (AXES, MOE_AXES) if axis in grid), None)
     if axes is None:
         raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES))}")
@@ -138,6 +143,11 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
         rest = tuple(index for other, index in zip(axes, _indices(layout, axes, rank), strict=True) if other != axis)
         by_rest.setdefault(rest, []).append(rank)
     return list(by_rest.values())
+
+
+def talking_axes(model: ModelSpec) -> tuple[str, ...]:
+    """Axes along which the ranks of a model talk, and so have a group."""
+    return GROUP_AXES if model.moe is None else (*GROUP_AXES, "moe")
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:

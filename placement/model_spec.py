@@ -198,8 +198,8 @@ class ModelSpec(BaseModel):
         """Columns of each kind of gated MLP the model has: what a tp group splits."""
         moe = self.moe
         dense = {} if moe is not None and len(moe.layers) == self.num_layers else {"MLP": self.intermediate_size}
-        experts = {} if moe is None else {"expert": moe.expert_size, "shared expert": moe.shared_size}
-        return {name: width for name, width in (dense | experts).items() if width}
+        shared = {"shared expert": moe.shared_size} if moe is not None and moe.shared_size else {}
+        return dense | shared
 
     def moe_of(self, layer: int) -> MoESpec | None:
         """The experts of a layer; None where it is dense."""

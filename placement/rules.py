@@ -22,12 +22,14 @@ from placement.shards import heads
 Broken = tuple[str, str]
 """(field, sentence)"""
 
-BUILT = ("replicas", "pp", "cp", "tp", "dcp", "sp", "stage_layers", "tp_shares", "cp_style")
+BUILT = (
+    *("replicas", "pp", "cp", "tp", "dcp", "ep", "moe_tp", "moe_dp"),
+    *("sp", "stage_layers", "tp_shares", "cp_style", "dispatch"),
+)
 """Fields that may differ from their default."""
 
 _WIDTH_FIELDS = {
     "MLP": "intermediate_size",
-    "expert": "moe_intermediate_size",
     "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
 }
 """Where config.json says the sizes of `ModelSpec.widths`."""
@@ -70,7 +72,7 @@ def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
 
 
 def a_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
-    """Every rank has part of every MLP and of every expert."""
+    """Every rank has part of every MLP, and of the expert that every token goes through."""
     for name, width in model.widths.items():
         if layout.tp > width:
             yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"

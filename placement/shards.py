@@ -23,9 +23,10 @@ from typing import Any
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.expert_pieces import expert_layer
+from placement.experts import ExpertMap, initial
 from placement.latent_pieces import head_elements, latent_attention
 from placement.layout import Layout
-from placement.mesh import Coords
+from placement.mesh import Coords, moe_coords, world_rank
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
 from placement.pieces import Parameter, fused, inputs, rows, whole
@@ -85,19 +86,25 @@ def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
         vocab=vocabulary(spec, layout.tp, shares)[at.tp],
         first_stage=at.pp == 0,
         last_stage=at.pp == layout.pp - 1,
-        **_experts(spec, layout.tp, shares, at.tp),
+        **_experts(spec, layout, at),
     )
 
 
-def _experts(spec: ModelSpec, tp: int, shares: Shares, tp_rank: int) -> dict[str, Any]:
+def _experts(spec: ModelSpec, layout: Layout, at: Coords) -> dict[str, Any]:
     """The expert fields of a shard."""
     if spec.moe is None:
         return {}
+    seen = moe_coords(layout, world_rank(layout, at))
     return {
-        "experts": tuple(range(spec.moe.num_experts)),
-        "expert_columns": expert_columns(spec, spec.moe, tp, shares)[tp_rank],
-        "shared_columns": shared_columns(spec, spec.moe, tp, shares)[tp_rank],
+        "experts": expert_map(spec.moe, layout).on_rank(0, seen.ep),
+        "expert_columns": expert_columns(spec, spec.moe, layout)[seen.moe_tp],
+        "shared_columns": shared_columns(spec, spec.moe, layout)[at.tp],
     }
+
+
+def expert_map(moe: MoESpec, layout: Layout) -> ExpertMap:
+    """The experts of each ep rank, of one layer as of any other."""
+    return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -128,7 +135,7 @@ def whole_model(spec: ModelSpec) -> Shard:
         vocab=range(spec.vocab_size),
         first_stage=True,
         last_stage=True,
-        **_experts(spec, 1, None, 0),
+        **_experts(spec, Layout(), Coords(0, 0, 0, 0)),
     )
 
 
@@ -153,18 +160,33 @@ def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
     return _leveled(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
 
 
-def expert_columns(spec: ModelSpec, moe: MoESpec, tp: int, shares: Shares = None) -> list[range]:
-    """Columns of each expert on each tp rank, dealt as `columns` are: a token goes through `top_k` experts."""
-    return _leveled(spec, moe.expert_size, moe.top_k, _attention_elements(spec, tp, shares), shares)
+def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
+    """Columns of each expert on each moe_tp rank.
+
+    Where these are the ranks of a tp group they are dealt as `columns` are, a token going through `top_k` experts. Else a rank
+    shares out its experts with others than its attention, and they are dealt evenly.
+    """
+    if not _expert_ranks_are_tp_ranks(layout):
+        return _leveled(spec, moe.expert_size, moe.top_k, [0] * layout.moe_tp, None)
+    already = _attention_elements(spec, layout.tp, layout.tp_shares)
+    return _leveled(spec, moe.expert_size, moe.top_k, already, layout.tp_shares)
 
 
-def shared_columns(spec: ModelSpec, moe: MoESpec, tp: int, shares: Shares = None) -> list[range]:
+def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
     """Columns of the shared expert on each tp rank: what attention and the experts leave uneven, they even out."""
+    tp, shares = layout.tp, layout.tp_shares
     if not moe.shared_size:
         return [range(0)] * tp
-    routed = (3 * spec.hidden_size * moe.top_k * len(hand) for hand in expert_columns(spec, moe, tp, shares))
-    already = map(sum, zip(_attention_elements(spec, tp, shares), routed, strict=True))
-    return _leveled(spec, moe.shared_size, 1, list(already), shares)
+    already = _attention_elements(spec, tp, shares)
+    if _expert_ranks_are_tp_ranks(layout):
+        routed = (3 * spec.hidden_size * moe.top_k * len(hand) for hand in expert_columns(spec, moe, layout))
+        already = list(map(sum, zip(already, routed, strict=True)))
+    return _leveled(spec, moe.shared_size, 1, already, shares)
+
+
+def _expert_ranks_are_tp_ranks(layout: Layout) -> bool:
+    """Both axes are innermost in their grid, so groups of one size are the same groups."""
+    return layout.moe_tp == layout.tp
 
 
 def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:

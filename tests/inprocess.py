@@ -94,4 +94,4 @@ def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.flo
 
 def whole_decoder(model: TinyModel, dtype: torch.dtype) -> Decoder:
     """All of `model` on one rank, read from its files."""
-    return load_decoder(rank_config(model, Layout(), dtype), {axis: SoloGroup(axis) for axis in mesh.GROUP_AXES})
+    return load_decoder(rank_config(model, Layout(), dtype), {axis: SoloGroup(axis) for axis in mesh.talking_axes(model.spec)})

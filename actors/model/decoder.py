@@ -37,6 +37,7 @@ from actors.model.layers import (
     VocabularyHead,
 )
 from actors.model.moe.build import mixture
+from actors.model.moe.exchanges import Exchanges, OnlySums
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
 from actors.model.rope import make_rope
@@ -57,8 +58,10 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         scatter_from: int | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
-        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.sequence_parallel`)."""
+        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.sequence_parallel`);
+        `exchanges`: how tokens get to experts, where these are not all in the tp group."""
         super().__init__()
         build = _Builder(spec, own, tp, attention, dtype, device)
         self.embed = build.embedding() if own.first_stage else ReceivedHidden()
@@ -66,6 +69,7 @@ class Decoder(nn.Module):
         self.norm = build.norm("norm") if own.last_stage else nn.Identity()
         self.head = build.head() if own.last_stage else NoHead(own)
         self.regions = Regions(tp, scatter_from)
+        self.exchanges = exchanges or OnlySums()
         self._leave = _all_tokens if own.last_stage else _own_tokens
         self._ropes = [make_rope(rope, spec.turned_dim, device) for rope in build.ropes]
         self._attention = attention
@@ -77,8 +81,9 @@ class Decoder(nn.Module):
         Returns [tokens, hidden] on the last stage, on the others the rank's own tokens of it (`Regions.own`), which is all
         that the next stage needs of this rank. Writes the step's keys and values to `cache`.
         """
-        region = self.regions.of(batch.query_lens)
-        step = Step([rope.of(batch) for rope in self._ropes], self._attention.prepare(batch, cache), cache, region)
+        region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
+        plan = self._attention.prepare(batch, cache)
+        step = Step(rotations, plan, cache, region, self.exchanges.of(batch.new_lens))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
@@ -136,7 +141,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
-        return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step.region))  # type: ignore[no-any-return]
+        return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step))  # type: ignore[no-any-return]
 
 
 class GroupedAttention(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actors.model.regions import Region
+from actors.model.step import Step
 
 _ROW_MULTIPLE = 4
 _FEW_ROWS = 8
@@ -134,9 +135,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down, self._activation = gate_up, down, activation
 
-    def forward(self, x: Tensor, region: Region) -> Tensor:
-        gate, up = self.gate_up(x, region).chunk(2, -1)
-        return self.down(self._activation(gate).mul_(up), region)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        gate, up = self.gate_up(x, step.region).chunk(2, -1)
+        return self.down(self._activation(gate).mul_(up), step.region)  # type: ignore[no-any-return]
 
 
 class VocabularyEmbedding(nn.Module):

@@ -33,6 +33,9 @@ class Region(Protocol):
     def gather(self, hidden: Tensor) -> Tensor:
         """All tokens [tokens, hidden], for a column-parallel layer or the head."""
 
+    def keep(self, whole: Tensor) -> Tensor:
+        """The inverse of `gather`: what this rank holds of all tokens."""
+
     def sum(self, partial: Tensor) -> Tensor:
         """From this rank's part of a sum [tokens, hidden] to what it holds of the whole sum."""
 
@@ -52,6 +55,9 @@ class Whole:
     def gather(self, hidden: Tensor) -> Tensor:
         return hidden
 
+    def keep(self, whole: Tensor) -> Tensor:
+        return whole
+
     def sum(self, partial: Tensor) -> Tensor:
         return self._tp.all_reduce(partial)
 
@@ -65,11 +71,14 @@ class Whole:
 class Scattered:
     """Every rank holds its own tokens."""
 
-    def __init__(self, tp: Group, sizes: Sequence[int]) -> None:
-        self._tp, self._sizes = tp, sizes
+    def __init__(self, tp: Group, own: range, sizes: Sequence[int]) -> None:
+        self._tp, self._own, self._sizes = tp, own, sizes
 
     def gather(self, hidden: Tensor) -> Tensor:
         return self._tp.all_gather(hidden, self._sizes)
+
+    def keep(self, whole: Tensor) -> Tensor:
+        return whole[self._own.start : self._own.stop]
 
     def sum(self, partial: Tensor) -> Tensor:
         return self._tp.reduce_scatter(partial, self._sizes)
@@ -95,7 +104,7 @@ class Regions:
     def of(self, query_lens: Sequence[int]) -> Region:
         """The region of a step whose rows run `query_lens` tokens each."""
         hands = deal(sum(query_lens), self._tp.size)
-        sizes = [len(hand) for hand in hands]
+        own, sizes = hands[self._tp.rank], [len(hand) for hand in hands]
         if sequence_parallel.is_scattered(query_lens, self._scatter_from):
-            return Scattered(self._tp, sizes)
-        return Whole(self._tp, hands[self._tp.rank], sizes)
+            return Scattered(self._tp, own, sizes)
+        return Whole(self._tp, own, sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.model.kv_cache import KVCache
+from actors.model.moe.exchange import Exchange
 from actors.model.regions import Region
 from actors.model.rope import Rotate
 
@@ -20,3 +21,5 @@ class Step:
     plan: Any
     cache: KVCache
     region: Region
+    exchange: Exchange
+    """The way to the experts, for layers that have some."""

@@ -29,7 +29,7 @@ def _be_a_rank(pipe: Connection, start: Start) -> None:
     config, link = start.config, _PipeLink(pipe)
     torch.set_num_threads(config.threads or 1)
     try:
-        groups = connect(config.layout, config.world_rank, config.device, start.rendezvous)
+        groups = connect(config.spec, config.layout, config.world_rank, config.device, start.rendezvous)
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")
         return

@@ -1,19 +1,18 @@
 """The feed-forward half of a layer with experts.
 
-The path of a step where every rank of the tp group holds some columns of every expert (``moe_tp = tp``)::
+The path of a step where all of a copy's tokens are on all of its ranks (mode ``sum``; the others: `exchange.py`)::
 
     attention ──partial──→ region.sum ──→ + residual ──→ norm ──→ region.gather ──→ [T, h] on every rank
                                                                                       │
                        ┌───────────────────────┬──────────────────────────────────────┤
                     router                  experts                             shared expert
-               (whole, fp32)       (own columns of all of them)            (own columns, its gate whole)
+               (whole, fp32)     (own ones, own columns of them)        (own columns, its gate whole)
                        │  weights, ids         │ partial [T, h]                       │ partial [T, h]
                        └──────────────────→    └───────────── + ──────────────────────┘
                                                               │
                         residual + ←── [T, h], or own tokens ←── region.sum (once, for both)
 
-So a layer with experts says on the wire what a dense one says. The block runs the experts it has on the tokens it is given and
-returns partial sums; `Region` decides who else's sums there are.
+So there a layer with experts says on the wire what a dense one says.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from actors.model.layers import linear
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.router import Router
 from actors.model.regions import Region
+from actors.model.step import Step
 
 
 class MixtureOfExperts(nn.Module):
@@ -40,14 +40,25 @@ class MixtureOfExperts(nn.Module):
         slots[torch.tensor(held, device=slots.device)] = torch.arange(len(held), device=slots.device)
         self._slots = slots
 
-    def forward(self, x: Tensor, region: Region) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
-        return region.sum(self._partial(region.gather(x)))
+        return step.exchange.through(self, x, step.region)
 
-    def _partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum, [tokens, hidden]."""
-        weights, chosen = self.router(x)
-        return self.experts(x, weights, self._slots[chosen])  # type: ignore[no-any-return]
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Mixture`."""
+        return self.router(x)  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """See `Mixture`."""
+        return self.experts(x, weights, self._slots[experts])  # type: ignore[no-any-return]
+
+    def partial(self, x: Tensor) -> Tensor:
+        """See `Mixture`."""
+        return self.run(x, *self.route(x))
+
+    def complete(self, routed: Tensor, x: Tensor, region: Region) -> Tensor:
+        """See `Mixture`."""
+        return routed
 
 
 class SharedExpert(nn.Module):
@@ -75,11 +86,14 @@ class GatedSharedExpert(SharedExpert):
 
 
 class MixtureWithShared(MixtureOfExperts):
-    """`MixtureOfExperts` with a shared expert, whose part is added to the sum before it is taken."""
+    """`MixtureOfExperts` with a shared expert, split over tp: its part is added before a sum over tp, where there is one."""
 
     def __init__(self, router: Router, experts: Experts, held: Sequence[int], num_experts: int, shared: SharedExpert) -> None:
         super().__init__(router, experts, held, num_experts)
         self.shared = shared
 
-    def _partial(self, x: Tensor) -> Tensor:
-        return super()._partial(x) + self.shared(x)  # type: ignore[no-any-return]
+    def partial(self, x: Tensor) -> Tensor:
+        return super().partial(x) + self.shared(x)  # type: ignore[no-any-return]
+
+    def complete(self, routed: Tensor, x: Tensor, region: Region) -> Tensor:
+        return routed + region.sum(self.shared(region.gather(x)))

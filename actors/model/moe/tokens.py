@@ -1,0 +1,64 @@
+"""The tokens that a rank hands to the experts as its own, and how their results come back to where they are needed.
+
+Which tokens these are is said in `placement.expert_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.model.group import Group
+from actors.model.regions import Region
+from placement import expert_tokens
+from placement.dealing import deal
+
+
+class OwnTokens(Protocol):
+    """The tokens of one rank in one step. `hidden` is what it holds in the region."""
+
+    def take(self, hidden: Tensor, region: Region) -> Tensor:
+        """The rank's own tokens [own, hidden]."""
+
+    def join(self, own: Tensor, region: Region) -> Tensor:
+        """From each rank's results for its own tokens to what this rank holds in the region."""
+
+
+class TokensOfRegion:
+    """Those that the region deals the rank anyway: nobody else runs any of the tp group's tokens."""
+
+    def take(self, hidden: Tensor, region: Region) -> Tensor:
+        return region.slice(hidden)
+
+    def join(self, own: Tensor, region: Region) -> Tensor:
+        return region.join(own)
+
+
+class DealtTokens:
+    """Some tokens are run by all ranks of `cp`: these are dealt over them, and then with the others over `tp`."""
+
+    def __init__(self, tp: Group, cp: Group, new_lens: Sequence[int], device: torch.device) -> None:
+        single, common = expert_tokens.places(new_lens, cp.size, cp.rank)
+        hands = deal(len(common), cp.size)
+        mine = hands[cp.rank]
+        group_tokens = [*single, *common[mine.start : mine.stop]]
+        dealt = deal(len(group_tokens), tp.size)
+        own = dealt[tp.rank]
+        self._tp, self._cp = tp, cp
+        self._tp_sizes, self._cp_sizes = [len(hand) for hand in dealt], [len(hand) for hand in hands]
+        self._own = torch.tensor(group_tokens[own.start : own.stop], dtype=torch.int64, device=device)
+        self._order = torch.tensor([*single, *common], dtype=torch.int64, device=device)
+        self._num_single = len(single)
+
+    def take(self, hidden: Tensor, region: Region) -> Tensor:
+        return region.gather(hidden)[self._own]
+
+    def join(self, own: Tensor, region: Region) -> Tensor:
+        of_group = self._tp.all_gather(own, self._tp_sizes)
+        common = self._cp.all_gather(of_group[self._num_single :], self._cp_sizes)
+        whole = own.new_empty(len(self._order), own.shape[1])
+        whole[self._order] = torch.cat((of_group[: self._num_single], common))
+        return region.keep(whole)
