@@ -19,9 +19,9 @@ from typing import Literal
 
 from placement import expert_tokens
 from placement.dispatch import destination_chances
+from placement.experts import map_of
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
-from placement.shards import expert_map
 
 Mode = Literal["sum", "gather", "a2a"]
 
@@ -40,7 +40,7 @@ def mode(spec: ModelSpec, layout: Layout, new_lens: Sequence[int], element_bytes
 def chances(spec: ModelSpec, layout: Layout) -> list[float]:
     """Of each ep rank, how likely a token has an expert there."""
     assert spec.moe is not None
-    return destination_chances(spec.moe.num_experts, spec.moe.top_k, expert_map(spec.moe, layout).slots)
+    return destination_chances(spec.moe.num_experts, spec.moe.top_k, map_of(spec.moe, layout).slots)
 
 
 def extra_bytes(spec: ModelSpec) -> int:

@@ -26,6 +26,8 @@ import numpy as np
 from placement.dealing import counts, ranges
 from placement.expert_bound import least_load
 from placement.expert_packing import Loads, pack
+from placement.layout import Layout
+from placement.moe_spec import MoESpec
 
 Load = Sequence[Sequence[float]]
 """Tokens (or any other measure of work) of each expert, [layers][experts]."""
@@ -104,6 +106,11 @@ def initial(num_layers: int, num_experts: int, ranks: int, redundant: int = 0) -
     _check(num_experts, ranks, redundant)
     row = tuple(slot % num_experts for slot in range(num_experts + redundant))
     return ExpertMap(num_experts, slots_of_ranks(num_experts, ranks, redundant), (row,) * num_layers)
+
+
+def map_of(moe: MoESpec, layout: Layout) -> ExpertMap:
+    """The map a model starts with: one layer, which all are like."""
+    return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
 def place(load: Load, ranks: int, redundant: int = 0, nodes: int = 1, groups: int = 1) -> ExpertMap:

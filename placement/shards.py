@@ -23,7 +23,7 @@ from typing import Any
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.expert_pieces import expert_layer
-from placement.experts import ExpertMap, initial
+from placement.experts import map_of
 from placement.latent_pieces import head_elements, latent_attention
 from placement.layout import Layout
 from placement.mesh import Coords, moe_coords, world_rank
@@ -96,15 +96,10 @@ def _experts(spec: ModelSpec, layout: Layout, at: Coords) -> dict[str, Any]:
         return {}
     seen = moe_coords(layout, world_rank(layout, at))
     return {
-        "experts": expert_map(spec.moe, layout).on_rank(0, seen.ep),
+        "experts": map_of(spec.moe, layout).on_rank(0, seen.ep),
         "expert_columns": expert_columns(spec, spec.moe, layout)[seen.moe_tp],
         "shared_columns": shared_columns(spec, spec.moe, layout)[at.tp],
     }
-
-
-def expert_map(moe: MoESpec, layout: Layout) -> ExpertMap:
-    """The experts of each ep rank, of one layer as of any other."""
-    return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ runs. One small function per region of the forward pass says what that region do
                                                    │ send pp / recv pp
                                                    └─[stage boundary]→ next stage: all_gather tp
 
+Layers whose tokens travel to experts say something else than a dense one there (`placement.expert_traffic`).
+
 Where the step is scattered (`placement.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
 next layer that needs all tokens, and what arrives from the stage before needs none.
 
@@ -26,6 +28,7 @@ from placement.collectives import Entry, all_gather, all_reduce, recv, reduce_sc
 from placement.context import spans
 from placement.context_traffic import context
 from placement.dealing import deal
+from placement.expert_traffic import Routed, Travels, from_experts, to_experts
 from placement.layout import Layout
 from placement.mesh import Coords, coords
 from placement.model_spec import DTYPE_BYTES, ModelSpec
@@ -43,6 +46,18 @@ class Seat:
     at: Coords
     own: Shard
     step: StepShape
+    routed: Sequence[Routed] | None = None
+    """What the routers of its layers with experts did, where that is known."""
+
+    @property
+    def travels(self) -> Travels:
+        """Its layers whose tokens travel to experts."""
+        return Travels(self.spec, self.layout, self.at, self.own, self.step, self.routed)
+
+    @property
+    def num_split(self) -> int:
+        """Layers with an MLP, an expert for every token or all experts split over the tp group."""
+        return len(self.own.layers) - self.travels.num_layers + self.travels.num_shared
 
     @property
     def query_lens(self) -> list[int]:
@@ -80,15 +95,20 @@ class Seat:
         return rows * self.spec.hidden_size * self.step.element_bytes
 
 
-def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape) -> Seat:
+def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None) -> Seat:
     """The seat of a world rank."""
     at = coords(layout, world_rank)
-    return Seat(spec, layout, at, shard(spec, layout, at), step)
+    return Seat(spec, layout, at, shard(spec, layout, at), step, routed)
 
 
-def rank_traffic(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape) -> list[Entry]:
-    """Every collective of one rank in one step, in the order of the forward pass."""
-    seat = seat_of(spec, layout, world_rank, step)
+def rank_traffic(
+    spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
+) -> list[Entry]:
+    """Every collective of one rank in one step, in the order of the forward pass.
+
+    `routed` of each layer whose tokens were dispatched to experts makes these exact too; else they are what is expected.
+    """
+    seat = seat_of(spec, layout, world_rank, step, routed)
     return [entry for region in REGIONS for entry in _heard(region, seat)]
 
 
@@ -152,13 +172,15 @@ def attention_output(seat: Seat) -> Iterator[Entry]:
 
 
 def mlp_input(seat: Seat) -> Iterator[Entry]:
-    """The gate and up projections want all tokens."""
-    yield from _gathered(seat, "mlp input", len(seat.own.layers))
+    """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
+    yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_dealt)
+    yield from to_experts(seat.travels)
 
 
 def mlp_output(seat: Seat) -> Iterator[Entry]:
     """The down projection is row parallel."""
-    yield _sum(seat, "mlp output", len(seat.own.layers))
+    yield from from_experts(seat.travels, seat.is_scattered)
+    yield _sum(seat, "mlp output", seat.num_split)
 
 
 def head_input(seat: Seat) -> Iterator[Entry]:

@@ -26,7 +26,15 @@ def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
         fields["tp_shares"] = tuple(draw.choice((1.0, 1.5, 2.0)) for _ in range(tp))
     if pp > 1 and draw.random() < 0.5:
         fields["stage_layers"] = _split(draw, spec.num_layers, pp)
+    if spec.moe is not None:
+        fields |= _expert_fields(draw, tp * cp)
     return fields
+
+
+def _expert_fields(draw: random.Random, stage_ranks: int) -> dict[str, object]:
+    moe_dp = draw.choice([size for size in (1, 1, 1, 2, 3) if stage_ranks % size == 0])
+    ep = draw.choice([size for size in range(1, stage_ranks + 1) if stage_ranks // moe_dp % size == 0])
+    return {"moe_dp": moe_dp, "ep": ep, "dispatch": draw.choice(("auto", "gather", "a2a"))}
 
 
 def _split(draw: random.Random, layers: int, stages: int) -> tuple[int, ...]:

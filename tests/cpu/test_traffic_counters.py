@@ -17,7 +17,7 @@ from actors.sampler import Sampler
 from actors.threads import ThreadRanks
 from placement import sequence_parallel
 from placement.layout import Layout
-from placement.mesh import GROUP_AXES
+from placement.mesh import groups, talking_axes
 from placement.step_shape import Choosing, RowShape, StepShape
 from placement.traffic import counters, rank_traffic
 from tests.inprocess import rank_config
@@ -83,7 +83,7 @@ def difference(groups: Mapping[str, Group], before: Counted) -> Counted:
 
 
 def expected(model: TinyModel, layout: Layout, steps: list[StepShape]) -> list[Counted]:
-    axes = [axis for axis in GROUP_AXES if getattr(layout, axis) > 1]
+    axes = [axis for axis in talking_axes(model.spec) if len(groups(layout, axis)[0]) > 1]
     entries = [
         [entry for step in steps for entry in rank_traffic(model.spec, layout, rank, step)] for rank in range(layout.world)
     ]

@@ -49,9 +49,32 @@ def sinks_of_other_heads(layer: Any) -> None:
     layer.attn.sinks.copy_(layer.attn.sinks.flip(0) + 0.5)
 
 
+def dropped_expert(layer: Any) -> None:
+    layer.mlp._slots[(layer.mlp._slots != layer.mlp.experts.absent).nonzero()[0]] = layer.mlp.experts.absent
+
+
+def absent_is_expert_0(layer: Any) -> None:
+    layer.mlp._slots[layer.mlp._slots == layer.mlp.experts.absent] = 0
+
+
+def shared_by_every_owner(layer: Any) -> None:
+    """The shared expert is run with the routed ones, wherever a token goes."""
+    mixture = layer.mlp
+    right = mixture.run
+    mixture.run = lambda x, weights, experts: right(x, weights, experts) + mixture.shared(x)
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "plant"),
     [
+        ("mixtral", "tp=4,ep=4", stale_map),
+        ("mixtral", "cp=2,tp=2,ep=4,dispatch=a2a", stale_map),
+        ("qwen2_moe", "tp=3,ep=3", dropped_expert),
+        ("qwen2_moe", "cp=3,ep=3,dispatch=a2a", dropped_expert),
+        ("glm4_moe", "tp=4,ep=4,dispatch=a2a", wrong_scaling),
+        ("mixtral", "tp=2,ep=2", absent_is_expert_0),
+        ("gpt_oss", "cp=2,ep=2,dispatch=a2a", absent_is_expert_0),
+        ("qwen2_moe", "cp=2,ep=2,dispatch=a2a", shared_by_every_owner),
         ("qwen2_moe", "tp=2", shared_twice),
         ("glm4_moe", "tp=2", wrong_scaling),
         ("glm4_moe", "tp=3", other_choice),
@@ -73,6 +96,20 @@ def test_a_bug_on_one_rank_is_a_fault_of_its_layer(family: str, layout: str, pla
     assert report.verdict == "fault"
     assert report.departs is not None
     assert report.departs.layer == 2
+
+
+@pytest.mark.parametrize("dispatch", ["gather", "a2a"])
+def test_homes_of_before_a_move_on_one_rank_are_a_fault(dispatch: str) -> None:
+    """Its tokens go to ranks that have not their experts. Where all tokens go everywhere, nobody asks where experts are."""
+
+    def tamper(parts: Parts) -> Parts:
+        if parts.config.world_rank == 1:
+            exchanges = parts.decoder.exchanges
+            exchanges._homes = exchanges._homes.roll(1)
+        return parts
+
+    report = verify(tiny("mixtral"), f"cp=2,tp=2,ep=4,dispatch={dispatch}", tamper=tamper, kinds=["prefill"])
+    assert report.verdict == ("fault" if dispatch == "a2a" else "rounding")
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "glm4_moe"])

@@ -140,9 +140,9 @@ def test_legal_means_the_grids_agree_and_nobody_is_without_an_expert(layout: Lay
     assert (not broken) == (fills and served and fits and layout.moe_tp <= EXPERTS.expert_size)
 
 
-def test_expert_axes_are_refused_until_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_and_copies_are_refused_until_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for text in ("tp=2,ep=2", "attn_dp=2", "tp=2,moe_dp=2", "tp=2,ep=2,redundant_experts=1"):
+    for text in ("attn_dp=2", "attn_dp=2,ep=2", "tp=2,ep=2,redundant_experts=1"):
         violations = Layout.parse(text).check(SPARSE)
         assert any("is not built yet" in violation.message for violation in violations)
         assert all(Layout.parse(other).check(SPARSE) == [] for violation in violations for other in violation.suggestions)

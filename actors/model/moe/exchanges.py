@@ -11,9 +11,9 @@ from actors.model.group import Group
 from actors.model.moe.exchange import AllToAllExchange, Exchange, GatherExchange, SumExchange
 from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
 from placement import expert_modes, expert_tokens, mesh
+from placement.experts import map_of
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
-from placement.shards import expert_map
 
 
 class Exchanges(Protocol):
@@ -47,7 +47,7 @@ class ExchangesByRule:
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
         self._copy = mesh.moe_coords(layout, world_rank).moe_dp
-        placed = expert_map(spec.moe, layout)
+        placed = map_of(spec.moe, layout)
         homes = [placed.rank_of(slots[0]) for slots in placed.holders[0]]
         self._homes = torch.tensor(homes, dtype=torch.int64, device=device)
 

@@ -1,0 +1,93 @@
+"""The counters of tokens on their way to experts equal `placement.traffic`, given what the routers did."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import pytest
+from torch import Tensor
+
+from actors.messages import Row, StepPlan
+from actors.model.moe.exchange import AllToAllExchange
+from placement import sequence_parallel
+from placement.expert_traffic import Routed, Travels
+from placement.layout import Layout
+from placement.mesh import coords, groups, talking_axes
+from placement.shards import shard
+from placement.step_shape import RowShape, StepShape
+from placement.traffic import counters, rank_traffic
+from tests.cpu.test_traffic_counters import Counted, blocks_of, counted, start
+from tests.tiny_models import TinyModel, tiny
+
+LAYOUTS = [
+    ("mixtral", "tp=4,ep=4"),
+    ("qwen2_moe", "tp=4,ep=2,sp=true"),
+    ("qwen3_moe", "cp=2,tp=2,ep=4"),
+    ("glm4_moe", "cp=2,tp=2,pp=2,ep=2,sp=true"),
+    ("gpt_oss", "cp=3,ep=3"),
+    ("qwen2_moe", "tp=4,moe_dp=2,ep=2"),
+    ("mixtral", "cp=2,tp=2,moe_dp=2"),
+]
+STEPS = [
+    (RowShape(9), RowShape(11, choosing=None)),
+    (RowShape(1, 9), RowShape(6, 11, choosing=None), RowShape(2)),
+    (RowShape(1, 10), RowShape(13, 17)),
+]
+PLANS = [
+    StepPlan(
+        step=0,
+        started=[start(0, 9), start(1, 30), start(2, 2)],
+        rows=[
+            Row(sequence_id=0, start=0, count=9, new_blocks=blocks_of(0), sample=True),
+            Row(sequence_id=1, start=0, count=11, new_blocks=[*blocks_of(1), 30, 31]),
+        ],
+    ),
+    StepPlan(
+        step=1,
+        rows=[
+            Row(sequence_id=0, start=9, count=1, append=[5], sample=True),
+            Row(sequence_id=1, start=11, count=6),
+            Row(sequence_id=2, start=0, count=2, new_blocks=blocks_of(2), sample=True),
+        ],
+    ),
+    StepPlan(
+        step=2,
+        rows=[
+            Row(sequence_id=0, start=10, count=1, append=[8], sample=True),
+            Row(sequence_id=1, start=17, count=13, sample=True),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("dispatch", ["gather", "a2a"])
+@pytest.mark.parametrize(("family", "text"), LAYOUTS)
+def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
+    routed: dict[str, list[Routed]] = defaultdict(list)
+    right = AllToAllExchange.counts
+
+    def noted(self: AllToAllExchange, goes: Tensor) -> tuple[list[int], list[int]]:
+        send, receive = right(self, goes)
+        routed[threading.current_thread().name].append(Routed(sum(send), send[self._copy.rank], sum(receive)))
+        return send, receive
+
+    monkeypatch.setattr(AllToAllExchange, "counts", noted)
+    model, layout = tiny(family), Layout.parse(f"{text},dispatch={dispatch}")
+    assert layout.check(model.spec) == []
+    found = counted(model, layout, PLANS)
+    assert bool(routed) == (dispatch == "a2a")
+    assert found == [expected(model, layout, rank, routed[f"rank {rank} of {layout}"]) for rank in range(layout.world)]
+
+
+def expected(model: TinyModel, layout: Layout, rank: int, routed: list[Routed]) -> Counted:
+    """What one rank counts; `routed` are its layers, step after step."""
+    entries = []
+    at = coords(layout, rank)
+    for rows in STEPS:
+        step = StepShape(rows, "float32", block_size=4)
+        layers = Travels(model.spec, layout, at, shard(model.spec, layout, at), step).num_layers
+        entries += rank_traffic(model.spec, layout, rank, step, [routed.pop(0) for _ in range(layers)] if routed else None)
+    assert routed == []
+    return {axis: counters(entries, axis) for axis in talking_axes(model.spec) if len(groups(layout, axis)[0]) > 1}
