@@ -110,7 +110,7 @@ def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:
     if "MLP" in spec.widths:
         yield f"{len(own.columns):,} columns"
     if spec.moe is not None:
-        yield f"{len(own.experts):,} experts of {len(own.expert_columns):,} columns"
+        yield f"{len(own.experts):,} expert{'' if len(own.experts) == 1 else 's'} of {len(own.expert_columns):,} columns"
 
 
 def _heads(spec: ModelSpec, view: RankView) -> str:

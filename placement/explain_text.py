@@ -33,9 +33,10 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
 def _groups(explained: Explanation) -> Iterator[str]:
     shared = {axis: found for axis, found in explained.groups.items() if len(found[0]) > 1}
     yield "groups" if shared else "groups: none, a single rank talks to nobody"
+    wide = max((4, *map(len, shared)))
     for axis, found in shared.items():
         named = " ".join(f"[{' '.join(map(str, group))}]" for group in found[:_MOST_GROUPS])
-        yield f"  {axis:<4} {named}{f' and {len(found) - _MOST_GROUPS} more' if len(found) > _MOST_GROUPS else ''}"
+        yield f"  {axis:<{wide}} {named}{f' and {len(found) - _MOST_GROUPS} more' if len(found) > _MOST_GROUPS else ''}"
 
 
 def _layer(explained: Explanation) -> Iterator[str]:
