@@ -1,7 +1,7 @@
 """The messages of the hot path, and how they become bytes: msgpack, checked against a schema on arrival.
 
     ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank
-    ingress ←─── TokenEvents ───── engine ←─ StepResult ─ tp rank 0 of the last stage
+    ingress ←─── TokenEvents ───── engine ←─ StepResult ─ the leader of each lane (joined: `actors.engine.joining`)
 
 Tokens inside, text at the edge: nothing here is a string of the conversation.
 """
@@ -116,9 +116,13 @@ class TokenEvents(Message):
 
 
 class SequenceStart(Message):
-    """A sequence the ranks do not know yet (new, or back after preemption), whole."""
+    """A sequence the ranks do not know yet (new, or back after preemption), whole.
+
+    It stays in its `lane` until it ends or is preempted: its KV is there, and only ranks of that lane know it.
+    """
 
     sequence_id: int
+    lane: int = 0
     tokens: list[int]
     """Prompt and whatever was generated before a preemption."""
     prompt_length: int
@@ -131,6 +135,8 @@ class Row(Message):
     """One sequence's part of a step: run its tokens ``[start, start + count)``."""
 
     sequence_id: int
+    lane: int = 0
+    """That of its start; said again so that a plan tells by itself how many tokens each lane runs."""
     start: int
     """Tokens of the sequence whose KV is in the cache already."""
     count: int
@@ -158,6 +164,11 @@ class StepPlan(Message):
     started: list[SequenceStart] = Field(default_factory=list)
     rows: list[Row]
 
+    def of_lane(self, lane: int) -> StepPlan:
+        """What concerns the ranks of one lane. Ended sequences are named to all: names are unique across lanes."""
+        started = [start for start in self.started if start.lane == lane]
+        return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.lane == lane]})
+
 
 class Sampled(Message):
     """The token sampled for one sequence; `logprob` only where the request asked for logprobs."""
@@ -178,7 +189,7 @@ class PromptLogprobs(Message):
 
 
 class StepResult(Message):
-    """What came out of a step. `seconds` is the time the sampling rank spent on it."""
+    """What came out of a step, in one lane or in all. `seconds` is the time the (slowest) sampling rank spent on it."""
 
     step: int
     sampled: list[Sampled] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The KV blocks of one engine: who holds which, and which can be found again.
+"""The KV blocks of one lane of an engine: who holds which, and which can be found again.
 
           allocate                       free (last reference)
     blank ────────→ in use (refs > 0) ──────────────────────→ cached, if registered  (least recent first)
@@ -50,6 +50,15 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out, all owners together."""
         return self.num_blank + self.num_cached
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_available
+
+    def count_held(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` sequences hold."""
+        return sum(self._refs[block] > 0 for block in blocks)
 
     def has_room(self, places: range, hits: Iterable[int] = (), growing: Iterable[int] = ()) -> bool:
         """Whether every owner has the blocks for `places` (indices in a sequence) once `hits` are acquired.

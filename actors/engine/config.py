@@ -16,7 +16,7 @@ class EngineConfig(BaseModel):
     """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
 
     A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.context`), so that
-    ``kv_owners * num_blocks`` blocks can be in use at once.
+    ``kv_owners * num_blocks`` blocks can be in use at once; in each of `lanes`, which have ranks of their own (attn_dp).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,14 +25,16 @@ class EngineConfig(BaseModel):
     """KV blocks of one rank."""
     kv_owners: Positive = 1
     """Ranks that each hold a share of every sequence's blocks."""
+    lanes: Positive = 1
+    """Sets of ranks that each run sequences of their own."""
     max_model_len: Positive
     """Tokens of a sequence at most, prompt and generated together."""
     block_size: Positive = 16
     """Tokens of one KV block."""
     max_batch_tokens: Positive = 2048
-    """Tokens run in one step at most."""
+    """Tokens run in one step at most, in each lane."""
     max_sequences: Positive = 64
-    """Sequences running at once."""
+    """Sequences running at once, in each lane."""
     max_chunk_tokens: Positive = 1024
     """Prompt tokens of one sequence in one step at most."""
     stages: Positive = 1
@@ -69,7 +71,7 @@ class EngineConfig(BaseModel):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pages of all owners hold together."""
+        """Tokens that the pages of all owners hold together, in one lane."""
         return self.num_blocks * self.kv_owners * self.block_size
 
     def blocks_for(self, tokens: int) -> int:

@@ -1,7 +1,8 @@
-"""A step while it is being put together."""
+"""A step while it is being put together, lane by lane."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from actors.engine.sequence import Sequence
@@ -10,17 +11,19 @@ from actors.messages import Row, SequenceStart, StepPlan
 
 @dataclass(slots=True)
 class Draft:
-    """Rows so far, and what is left of the token budget."""
+    """One lane's rows so far, and what is left of its token budget."""
 
     step: int
     budget: int
+    lane: int = 0
     owners: int = 1
     """KV owners: a rank knows a block by its place in its own pages (see `actors.engine.blocks`)."""
     started: list[SequenceStart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     """The sequence of each row."""
-    has_preempted: bool = False
+    preempted: list[Sequence] = field(default_factory=list)
+    """Those that gave their blocks back."""
     prompt_budget: int = 0
     """What of the budget chunks of prompts may take."""
 
@@ -34,6 +37,7 @@ class Draft:
         self.started.append(
             SequenceStart(
                 sequence_id=sequence_id,
+                lane=self.lane,
                 tokens=list(sequence.tokens),
                 prompt_length=sequence.prompt_length,
                 rope_length=sequence.rope_length,
@@ -48,6 +52,7 @@ class Draft:
         self.rows.append(
             Row(
                 sequence_id=sequence.sequence_id,
+                lane=self.lane,
                 start=sequence.num_planned,
                 count=count,
                 append=sequence.tokens[sequence.num_told :],
@@ -69,5 +74,9 @@ class Draft:
         self.run(sequence, count)
         self.prompt_budget -= count
 
-    def plan(self, ended: list[int], settled: int) -> StepPlan:
-        return StepPlan(step=self.step, settled=settled, ended=ended, started=self.started, rows=self.rows)
+
+def plan_of(drafts: Iterable[Draft], ended: list[int], settled: int) -> StepPlan:
+    """One plan for all lanes, in their order."""
+    started = [start for draft in drafts for start in draft.started]
+    rows = [row for draft in drafts for row in draft.rows]
+    return StepPlan(step=next(iter(drafts)).step, settled=settled, ended=ended, started=started, rows=rows)

@@ -62,7 +62,7 @@ class StepLoop:
         self._busy_since: float | None = None
         self._last_step_at: float | None = None
         self._step_seconds = 0.0
-        self._meter = BubbleMeter(config.stages)
+        self._meter = BubbleMeter(config.stages * config.lanes if config.stages > 1 else 1)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._thread = threading.Thread(target=self._run, name="shardwright-engine", daemon=True)
 
@@ -138,9 +138,9 @@ class StepLoop:
                 running=len(scheduler.running),
                 waiting=waiting,
                 waiting_tokens=waiting_tokens,
-                total_blocks=scheduler.pool.num_blocks,
-                free_blocks=scheduler.pool.num_blank,
-                cached_blocks=scheduler.pool.num_cached,
+                total_blocks=sum(lane.pool.num_blocks for lane in scheduler.lanes),
+                free_blocks=sum(lane.pool.num_blank for lane in scheduler.lanes),
+                cached_blocks=sum(lane.pool.num_cached for lane in scheduler.lanes),
                 steps=counts.steps,
                 tokens_run=counts.tokens_run,
                 tokens_sampled=counts.tokens_sampled,

@@ -6,9 +6,10 @@
 
 `schedule` decides a step and `update` applies its result; nothing here waits, sends or looks at a clock.
 
-A step is filled in this order, within `max_batch_tokens`: one token of every decoding sequence (or, over several stages, of
-those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new admissions. A sequence gets all
-blocks for the tokens it has on admission, so prompts never compete half way; only a decode can find no block and preempt.
+A step is filled in this order, in each lane (`lane.py`) within `max_batch_tokens`: one token of every decoding sequence (or,
+over several stages, of those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new
+admissions. On admission a sequence gets its lane, in which it stays, and all blocks for the tokens it has, so prompts never
+compete half way; only a decode can find no block and preempt.
 
 A decode may be planned before its token is known: the ranks keep what they sample. A token computed past a stop is
 discarded when it comes back.
@@ -17,14 +18,13 @@ discarded when it comes back.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from actors.engine import micro_batches
-from actors.engine.blocks import BlockPool
 from actors.engine.config import EngineConfig
-from actors.engine.draft import Draft
+from actors.engine.draft import Draft, plan_of
 from actors.engine.fairness import TenantCounters
+from actors.engine.lane import Lane, choose
 from actors.engine.sequence import Sequence, State
 from actors.engine.waiting import WaitingQueue
 from actors.messages import FinishReason, PromptLogprobs, Row, Sampled, StepPlan, StepResult, TokenEvent, TokenLogprob
@@ -54,12 +54,10 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.kv_owners)
+        self.lanes = [Lane(index, config) for index in range(config.lanes)]
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
-        self.running: list[Sequence] = []
-        """Most urgent first."""
         self._live: dict[str, Sequence] = {}
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -72,6 +70,11 @@ class Scheduler:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences of all lanes, lane after lane, most urgent first in each."""
+        return [sequence for lane in self.lanes for sequence in lane.running]
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that `check_request` has passed."""
@@ -104,102 +107,46 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
-        draft = Draft(self.counts.steps, self.config.max_batch_tokens, self.config.kv_owners)
-        self._plan_decodes(draft)
-        draft.prompt_budget = self._prompt_budget(draft.budget)
-        self._plan_chunks(draft)
-        if not draft.has_preempted:
-            self._admit(draft, now)
-        return self._commit(draft) if draft.rows else None
+        drafts = [self._draft(lane) for lane in self.lanes]
+        self._admit(drafts, now)
+        return self._commit(drafts) if any(draft.rows for draft in drafts) else None
 
-    def _plan_decodes(self, draft: Draft) -> None:
-        decoding = [s for s in self.running if s.todo == 1 and not s.is_sampled_out(self.config.capacity)]
-        for sequence in micro_batches.next_decodes(decoding, draft.step, self.config.stages, self.config.micro_batch_rows):
-            # An earlier one of this loop may have preempted it. Never the reverse: the loop goes by urgency.
-            if sequence.state is State.RUNNING and self._grow(sequence, draft):
-                draft.run(sequence, 1)
+    def _draft(self, lane: Lane) -> Draft:
+        """A lane's part of the step, as far as those go that run there already."""
+        draft = Draft(self.counts.steps, self.config.max_batch_tokens, lane.index, self.config.kv_owners)
+        lane.plan_decodes(draft)
+        for victim in draft.preempted:
+            self._ended.append(victim.sequence_id)
+            victim.forget_ranks()
+            victim.preemptions += 1
+            self.waiting.push_back_in(victim)
+            self.counts.preemptions += 1
+        lane.plan_chunks(draft, -(-self.waiting.num_tokens // len(self.lanes)))
+        return draft
 
-    def _plan_chunks(self, draft: Draft) -> None:
-        for sequence in self.running:
-            if sequence.todo > 1 and draft.prompt_budget > 0:
-                draft.run_prompt(sequence, self._chunk(sequence, draft.prompt_budget))
-
-    def _prompt_budget(self, budget: int) -> int:
-        """Prompt tokens this step may run."""
-        in_sight = self.waiting.num_tokens + sum(s.todo for s in self.running if s.todo > 1)
-        limit = micro_batches.prompt_tokens(in_sight, self.config.stages, self.config.micro_batch_tokens)
-        return budget if limit is None else min(budget, limit)
-
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of `sequence` to run now: at least 1; unless it is the last chunk it ends with a block where it can."""
-        count = min(sequence.todo, budget, self.config.max_chunk_tokens)
-        beyond_block = (sequence.num_planned + count) % self.config.block_size
-        return count - beyond_block if count < sequence.todo and count > beyond_block else count
-
-    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
-        """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
-        needed = range(len(sequence.blocks), self.config.blocks_for(sequence.length))
-        while not self.pool.has_room(needed):
-            victim = self.running[-1]
-            self._preempt(victim)
-            draft.has_preempted = True
-            if victim is sequence:
-                return False
-        sequence.blocks += self.pool.allocate(needed)
-        return True
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._leave_ranks(victim)
-        victim.forget_ranks()
-        victim.state = State.WAITING
-        victim.preemptions += 1
-        self.waiting.push_back_in(victim)
-        self.counts.preemptions += 1
-
-    def _admit(self, draft: Draft, now: float) -> None:
-        while draft.prompt_budget > 0 and len(self.running) < self.config.max_sequences:
+    def _admit(self, drafts: Several[Draft], now: float) -> None:
+        """Start who comes next, until no lane that may start anyone has room for the head of the queue."""
+        while open_lanes := [lane for lane in self.lanes if lane.is_open(drafts[lane.index])]:
             sequence = self.waiting.first(now)
-            if sequence is None or not self._place(sequence):
+            lane = choose(open_lanes, sequence) if sequence is not None else None
+            if sequence is None or lane is None:
                 return
             self.waiting.remove(sequence)
-            sequence.state = State.RUNNING
-            insort(self.running, sequence, key=lambda s: s.urgency)
-            draft.start(sequence, self._next_sequence_id)
+            lane.take_in(sequence)
+            self.counts.cache_hit_tokens += sequence.num_computed
+            drafts[lane.index].start(sequence, self._next_sequence_id)
             self._next_sequence_id += 1
-            draft.run_prompt(sequence, self._chunk(sequence, draft.prompt_budget))
+            lane.run_chunk(sequence, drafts[lane.index])
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Give `sequence` the blocks of all its tokens, found or new. False where there are not enough.
-
-        One block is left for each running sequence to grow into: else the next step would take this admission back.
-        """
-        hits = self._find(sequence)
-        needed = range(len(hits), self.config.blocks_for(len(sequence.tokens)))
-        if not self.pool.has_room(needed, hits, growing=[len(other.blocks) for other in self.running]):
-            return False
-        self.pool.acquire(hits)
-        sequence.blocks = hits + self.pool.allocate(needed)
-        sequence.num_registered = len(hits)
-        sequence.num_planned = sequence.num_computed = len(hits) * self.config.block_size
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.num_computed
-        self.counts.cache_hit_tokens += sequence.num_computed
-        return True
-
-    def _find(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of the sequence's front. Never its last token, whose logits are wanted; none where all logits are."""
-        if not self.config.prefix_cache or sequence.scores_prompt:
-            return []
-        return self.pool.lookup(sequence.chain.hashes[: (len(sequence.tokens) - 1) // self.config.block_size])
-
-    def _commit(self, draft: Draft) -> StepPlan:
-        plan = draft.plan(self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
+    def _commit(self, drafts: Several[Draft]) -> StepPlan:
+        plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
-        self._in_flight[plan.step] = list(zip(draft.rows, draft.sequences, strict=True))
+        sequences = [sequence for draft in drafts for sequence in draft.sequences]
+        self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
             self.tenants.charge(sequence.request.tenant, row.count)
         self.counts.steps += 1
-        self.counts.tokens_run += self.config.max_batch_tokens - draft.budget
+        self.counts.tokens_run += sum(row.count for row in plan.rows)
         return plan
 
     def update(self, result: StepResult, now: float) -> list[TokenEvent]:
@@ -223,7 +170,7 @@ class Scheduler:
         self, sequence: Sequence, row: Row, sampled: Sampled | None, scored: PromptLogprobs | None
     ) -> TokenEvent | None:
         sequence.num_computed = row.start + row.count
-        self._register(sequence)
+        self.lanes[sequence.lane].register(sequence)
         if scored is not None and sequence.scores_prompt:
             self._gather(sequence, scored)
         if row.sample != (sampled is not None):
@@ -242,16 +189,6 @@ class Scheduler:
         if not 1 <= scored.first <= end <= sequence.prompt_length:
             raise ResultMismatch(f"prompt logprobs for [{scored.first}, {end}), the prompt has {sequence.prompt_length} tokens")
         sequence.prompt_logprobs[scored.first : end] = scored.entries
-
-    def _register(self, sequence: Sequence) -> None:
-        """Name the blocks that are full now, so that others can find them."""
-        full = sequence.num_computed // self.config.block_size
-        if not self.config.prefix_cache or full == sequence.num_registered:
-            return
-        sequence.chain.extend(sequence.tokens[: full * self.config.block_size])
-        for index in range(sequence.num_registered, full):
-            self.pool.register(sequence.blocks[index], sequence.chain.hashes[index])
-        sequence.num_registered = full
 
     def _speak(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
         if sequence.scores_prompt:
@@ -301,7 +238,8 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
-            self._leave_ranks(sequence)
+            self.lanes[sequence.lane].let_go(sequence)
+            self._ended.append(sequence.sequence_id)
         else:
             self.waiting.remove(sequence)
         sequence.forget_ranks()
@@ -309,12 +247,3 @@ class Scheduler:
         del self._live[sequence.request.request_id]
         self.tenants.leave(sequence.request.tenant)
         self.counts.finished += 1
-
-    def _leave_ranks(self, sequence: Sequence) -> None:
-        """Take a running sequence out: its blocks back, its name forgotten with the next plan.
-
-        Safe with its rows in flight: ranks run plans in order, so whoever gets the blocks writes them later.
-        """
-        self.running.remove(sequence)
-        self.pool.free(sequence.blocks)
-        self._ended.append(sequence.sequence_id)

@@ -1,8 +1,9 @@
 """Stand-in ranks in this process, for tests of whatever sits on an engine: no torch, no model, exact answers.
 
 The "model" is a hash of the whole history, so a wrong token, position, block or cache hit changes everything after it. It
-keeps its KV in blocks as the ranks would (all KV owners in one): the state after each token is written to its slot, and every
-row first reads its whole context back through its block table. A plan that a real rank could not run raises `ScriptError`.
+keeps its KV in blocks as the ranks would (all lanes and KV owners in one): the state after each token is written to its slot,
+and every row first reads its whole context back through its block table, in its lane. A plan that a real rank could not run
+raises `ScriptError`.
 """
 
 from __future__ import annotations
@@ -64,20 +65,22 @@ class _Known:
     tokens: list[int]
     prompt_length: int
     sampling: SamplingParams
+    lane: int
     blocks: list[int] = field(default_factory=list)
     sampled: int | None = None
     """The token sampled last, until it is added."""
 
 
 class ScriptedRank:
-    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks."""
+    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks in each of `lanes`."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1) -> None:
-        self.num_blocks, self.block_size, self.vocab_size, self.owners = num_blocks, block_size, vocab_size, owners
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1, lanes: int = 1) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.owners, self.lanes = owners, lanes
         self.sequences: dict[int, _Known] = {}
         self.plans: list[StepPlan] = []
-        self._slots: dict[tuple[int, int], int] = {}
-        """State of the model by (owner, slot), the stand-in for K and V."""
+        self._slots: dict[tuple[int, int, int], int] = {}
+        """State of the model by (lane, owner, slot), the stand-in for K and V."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """The result of the next plan."""
@@ -105,10 +108,14 @@ class ScriptedRank:
     def _start(self, start: SequenceStart) -> None:
         if start.sequence_id in self.sequences:
             raise ScriptError(f"sequence {start.sequence_id} starts twice")
-        self.sequences[start.sequence_id] = _Known(list(start.tokens), start.prompt_length, start.sampling)
+        if not 0 <= start.lane < self.lanes:
+            raise ScriptError(f"sequence {start.sequence_id} starts in lane {start.lane} of {self.lanes}")
+        self.sequences[start.sequence_id] = _Known(list(start.tokens), start.prompt_length, start.sampling, start.lane)
 
     def _run_row(self, row: Row, scored: list[PromptLogprobs]) -> int:
         known = self.sequences[row.sequence_id]
+        if row.lane != known.lane:
+            raise ScriptError(f"row {row} of a sequence in lane {known.lane}")
         known.tokens += row.append
         if row.append_sampled:
             if known.sampled is None:
@@ -138,14 +145,14 @@ class ScriptedRank:
                 raise ScriptError(f"the KV of token {position} is not in block {known.blocks[position // self.block_size]}")
         return state
 
-    def _slot(self, known: _Known, position: int) -> tuple[int, int]:
+    def _slot(self, known: _Known, position: int) -> tuple[int, int, int]:
         place = position // self.block_size
         if place >= len(known.blocks):
             raise ScriptError(f"token {position} has no block (blocks {known.blocks})")
         block = known.blocks[place]
         if not 0 <= block < self.num_blocks:
             raise ScriptError(f"block {block} of {self.num_blocks}")
-        return place % self.owners, block * self.block_size + position % self.block_size
+        return known.lane, place % self.owners, block * self.block_size + position % self.block_size
 
 
 class ScriptedLink:
@@ -158,9 +165,10 @@ class ScriptedLink:
         vocab_size: int = 1000,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
         owners: int = 1,
+        lanes: int = 1,
     ) -> None:
         """`before_step` runs in place of the model's work: it may wait (a slow step) or raise a `LinkError` (a lost rank)."""
-        self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners)
+        self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners, lanes)
         self.is_closed = False
         self.busy_s: dict[int, float] = {}
         self._before_step = before_step
