@@ -52,6 +52,9 @@ class Runner:
 
     `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
     samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
+
+    Of a plan a rank knows the rows of its lane only. The vocabulary is dealt over tp, so a lane samples by itself (what others
+    call ``dp_lm_head``). A lane without rows skips the layers, and answers with nothing: groups of its ranks alone are silent.
     """
 
     def __init__(
@@ -71,10 +74,11 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
-        """Apply a plan and run it. Returns the result on the last stage, None on the others. Raises `PlanError`."""
+        """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
-        self._apply(plan)
-        result = self._run(plan)
+        mine = plan.of_lane(self._place.lane)
+        self._apply(mine)
+        result = self._run(mine)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
@@ -84,6 +88,8 @@ class Runner:
         self._note(self._pipeline.hear(sys.maxsize))
 
     def _run(self, plan: StepPlan) -> StepResult | None:
+        if not plan.rows:
+            return StepResult(step=plan.step) if self._pipeline.is_last else None
         wanted = [row.sequence_id for row in plan.rows if row.sample]
         for sequence_id in wanted:
             self._sequences[sequence_id].sampled_at = plan.step

@@ -16,18 +16,18 @@ _LISTEN_S = 3600.0
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
-    """Run what `link` brings until it is closed; the leader answers. `stepped` is called after every step.
+    """Run what `link` brings until it is closed; the leader of each lane answers. `stepped` is called after every step.
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """
     layout, at = parts.config.layout, mesh.coords(parts.config.layout, parts.config.world_rank)
-    answers = parts.config.world_rank == mesh.leader(layout)
-    tells_time = layout.pp > 1 and parts.config.world_rank == mesh.world_rank(layout, mesh.Coords(at.pp, 0, 0, 0))
+    answers = parts.config.world_rank in mesh.leaders(layout)
+    tells_time = layout.pp > 1 and at.cp == at.tp == 0
     try:
         while True:
             result = parts.runner.step(_next_plan(link))
             if tells_time:
-                link.send_busy(at.pp, parts.pipeline.busy_s)
+                link.send_busy(at.attn_dp * layout.pp + at.pp, parts.pipeline.busy_s)
             if answers and result is not None:
                 link.send_result(result)
             stepped()

@@ -6,7 +6,10 @@ Plans are shared, not copied: they are frozen values, and a rank copies what it 
 from __future__ import annotations
 
 import queue
+import time
+from collections.abc import Sequence
 
+from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
 from actors.messages import StepPlan, StepResult
 
@@ -14,9 +17,11 @@ from actors.messages import StepPlan, StepResult
 class ThreadLink:
     """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, leaders: Sequence[int]) -> None:
+        """`leaders`: the world rank of each lane that sends results."""
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
-        self._answers: queue.SimpleQueue[StepResult | str] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
+        self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
@@ -28,13 +33,18 @@ class ThreadLink:
             plans.put(plan)
 
     def receive(self, timeout_s: float) -> StepResult:
-        try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise LinkTimeout(f"no result from {len(self._plans)} thread ranks within {timeout_s:g} s") from None
-        if isinstance(answer, str):
-            raise LinkError(answer)
-        return answer
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                late = f"thread ranks {self._joiner.missing} of {len(self._plans)}"
+                raise LinkTimeout(f"no result from {late} within {timeout_s:g} s") from None
+            if isinstance(answer, str):
+                raise LinkError(answer)
+            result = self._joiner.add(*answer)
+            if result is not None:
+                return result
 
     def close(self) -> None:
         for plans in self._plans:
@@ -48,7 +58,7 @@ class ThreadLinkEnd:
         self,
         world_rank: int,
         plans: queue.SimpleQueue[StepPlan | None],
-        answers: queue.SimpleQueue[StepResult | str],
+        answers: queue.SimpleQueue[tuple[int, StepResult] | str],
         busy_s: dict[int, float],
     ) -> None:
         self._world_rank, self._plans, self._answers, self._busy_s = world_rank, plans, answers, busy_s
@@ -63,7 +73,7 @@ class ThreadLinkEnd:
         return plan
 
     def send_result(self, result: StepResult) -> None:
-        self._answers.put(result)
+        self._answers.put((self._world_rank, result))
 
     def send_busy(self, stage: int, seconds: float) -> None:
         self._busy_s[stage] = seconds

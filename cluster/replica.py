@@ -139,7 +139,7 @@ class Replica:
 
     def _link(self) -> tuple[ZmqEngineLink, list[ray.ObjectRef[Any]]]:
         layout, host = self._settings.layout, get_node_ip_address()
-        link = ZmqEngineLink(layout.world, mesh.leader(layout), self._ranks.token, f"tcp://{host}:*")
+        link = ZmqEngineLink(layout.world, mesh.leaders(layout), self._ranks.token, f"tcp://{host}:*")
         sentinels = self._ranks.run(link.address, self._blocks)
         link.wait_ready(self._settings.start_timeout_s)
         return link, sentinels
@@ -197,6 +197,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         block_size=memory.BLOCK_TOKENS,
         num_blocks=num_blocks,
         kv_owners=settings.layout.kv_owners,
+        lanes=settings.layout.attn_dp,
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,

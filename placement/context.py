@@ -107,17 +107,18 @@ class Ownership:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that share a sequence: on cp, and on dcp inside its tp group."""
+    """Where a rank stands: in which lane, and among those that share a sequence there (cp, and dcp inside its tp group)."""
 
     block_size: int
     cp: int = 1
     cp_rank: int = 0
     dcp: int = 1
     dcp_rank: int = 0
+    lane: int = 0
 
     @classmethod
     def of(cls, layout: Layout, at: Coords, block_size: int) -> Place:
-        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp)
+        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp, at.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
         """What this rank keeps, or the one of `cp_rank` beside it."""

@@ -90,6 +90,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
             "batch": len(step.rows),
             "tokens": [row.tokens for row in step.rows],
             "context": [row.context for row in step.rows],
+            "lane": [row.lane for row in step.rows],
             "dtype": step.dtype,
         },
         "ranks": [_rank_json(view) for view in explained.ranks],
@@ -109,7 +110,7 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
 
 def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
     seat = seat_of(spec, layout, memory.world_rank, step)
-    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in step.rows)
+    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in seat.step.rows)
     return RankView(memory.world_rank, seat.at, seat.own, memory, blocks * memory.block_bytes, seat.num_hidden)
 
 

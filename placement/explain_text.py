@@ -27,6 +27,9 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
     spec, layout, step = explained.spec, explained.layout, explained.step
     copies = f", {layout.replicas} replicas on {layout.devices} devices" if layout.replicas > 1 else ""
     yield f"{name} as {layout}: {_many(layout.world, 'rank')}{copies}"
+    if layout.attn_dp > 1:
+        ranks = _many(layout.world // layout.attn_dp, "rank")
+        yield f"{layout.attn_dp} lanes of {ranks} each: a request and its KV cache are in one of them; one scheduler for all"
     yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"
 
 

@@ -116,12 +116,12 @@ def _number(layout: Layout, axes: Sequence[str], at: Coords | MoECoords) -> int:
     return rank
 
 
-def leader(layout: Layout) -> int:
-    """World rank that sends the results: the first rank of the last stage.
+def leaders(layout: Layout) -> list[int]:
+    """World rank that sends the results of each lane: its first rank of the last stage.
 
     All its tp ranks sample the same tokens; its other cp ranks do not hold the last token of a split prompt.
     """
-    return world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=0, cp=0, tp=0))
+    return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=lane, cp=0, tp=0)) for lane in range(layout.attn_dp)]
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:

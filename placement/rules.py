@@ -26,7 +26,7 @@ BUILT = (
     *("replicas", "pp", "cp", "tp", "dcp", "ep", "moe_tp", "moe_dp"),
     *("sp", "stage_layers", "tp_shares", "cp_style", "dispatch"),
 )
-"""Fields that may differ from their default."""
+"""Fields that may differ from their default, whatever the model (`built_fields`)."""
 
 _WIDTH_FIELDS = {
     "MLP": "intermediate_size",
@@ -61,8 +61,14 @@ def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> lis
 def only_built_fields(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
     """Nothing that was asked for is dropped in silence."""
     for name, value in layout.asked.items():
-        if name not in BUILT:
-            yield name, f"{name}={text_of(value)}: {name} is not built yet"
+        if name not in built_fields(model):
+            for_experts = " for models with experts" if name in built_fields(None) else ""
+            yield name, f"{name}={text_of(value)}: {name} is not built yet{for_experts}"
+
+
+def built_fields(model: ModelSpec | None) -> tuple[str, ...]:
+    """Fields that may differ from their default for a model; None: for one without experts."""
+    return BUILT if model is not None and model.moe is not None else (*BUILT, "attn_dp")
 
 
 def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:

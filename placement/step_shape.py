@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.model_spec import DTYPE_BYTES, DType
 
@@ -31,6 +31,7 @@ class RowShape:
     tokens: int
     context: int = 0
     choosing: Choosing | None = GREEDY
+    lane: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,23 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, batch: int, tokens: int, context: int = 0, dtype: DType = "bfloat16", num_sampled: int | None = None
+        cls,
+        batch: int,
+        tokens: int,
+        context: int = 0,
+        dtype: DType = "bfloat16",
+        num_sampled: int | None = None,
+        lanes: int = 1,
     ) -> StepShape:
-        """`batch` equal rows, of which the first `num_sampled` (all, unless given) choose a token greedily."""
+        """`batch` equal rows, dealt over the lanes, of which the first `num_sampled` (all, unless given) choose a token
+        greedily."""
         sampled = batch if num_sampled is None else num_sampled
-        rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None) for row in range(batch))
+        rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % lanes) for row in range(batch))
         return cls(rows, dtype)
+
+    def of_lane(self, lane: int) -> StepShape:
+        """What one lane runs of it."""
+        return replace(self, rows=tuple(row for row in self.rows if row.lane == lane))
 
     @property
     def num_tokens(self) -> int:

@@ -20,9 +20,9 @@ from placement.model_spec import ModelSpec
 def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
     # `rules` imports this module: only a late import avoids the circle.
-    from placement.rules import BUILT
+    from placement.rules import built_fields
 
-    built = Layout(**{name: value for name, value in asked.asked.items() if name in BUILT})
+    built = Layout(**{name: value for name, value in asked.asked.items() if name in built_fields(model)})
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)

@@ -14,7 +14,8 @@ Layers whose tokens travel to experts say something else than a dense one there 
 Where the step is scattered (`placement.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
 next layer that needs all tokens, and what arrives from the stage before needs none.
 
-A group of one rank is silent: regions may name it, and its entries are dropped.
+A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and say
+nothing to each other: every group of a dense layer lies inside one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from placement.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank in one step: all a region needs to know."""
+    """One rank in one step: all a region needs to know. `step` has the rows of the rank's lane only."""
 
     spec: ModelSpec
     layout: Layout
@@ -98,7 +99,7 @@ class Seat:
 def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None) -> Seat:
     """The seat of a world rank."""
     at = coords(layout, world_rank)
-    return Seat(spec, layout, at, shard(spec, layout, at), step, routed)
+    return Seat(spec, layout, at, shard(spec, layout, at), step.of_lane(at.attn_dp), routed)
 
 
 def rank_traffic(
@@ -253,5 +254,5 @@ def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
 
 
 def _heard(region: Region, seat: Seat) -> list[Entry]:
-    """The entries of a region that anybody else hears of."""
-    return [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]
+    """The entries of a region that anybody else hears of. A lane without rows skips the step."""
+    return [entry for entry in region(seat) if entry.group_size > 1 and entry.calls] if seat.step.rows else []

@@ -31,8 +31,8 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
     kv_bytes: Annotated[str | None, typer.Option(help="KV cache of one rank, for example 2GiB.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most.")] = 2048,
-    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, in each lane.")] = 2048,
+    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, in each lane.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds after which a step counts as stuck, and its ranks are remade.")

@@ -48,16 +48,16 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
     violations = layout.check(spec)
     if violations:
         _refuse(layout, violations, as_json_text)
-    explained = explain(spec, layout, _step(args, spec.dtype))
+    explained = explain(spec, layout, _step(args, spec.dtype, layout.attn_dp))
     typer.echo(json.dumps(as_json(explained, files.name)) if as_json_text else as_text(explained, files.name))
 
 
-def _step(args: ExplainArgs, own_dtype: DType) -> StepShape:
+def _step(args: ExplainArgs, own_dtype: DType, lanes: int) -> StepShape:
     length = args.tokens if args.context is None else args.context
     if length < args.tokens:
         raise LayoutError(f"context {length} is shorter than the {args.tokens} tokens of the step, which it includes")
     dtype = own_dtype if args.dtype == "auto" else args.dtype
-    return StepShape.of(args.batch, args.tokens, length - args.tokens, dtype)
+    return StepShape.of(args.batch, args.tokens, length - args.tokens, dtype, lanes=lanes)
 
 
 def _refuse(layout: Layout, violations: Sequence[Violation], as_json_text: bool) -> NoReturn:

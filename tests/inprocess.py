@@ -59,14 +59,14 @@ class InProcess:
 def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch.dtype = torch.float32) -> Iterator[InProcess]:
     """A running replica of `model` under `layout`, its plans on ZeroMQ as they would be between processes."""
     parsed = Layout.parse(layout)
-    link = ZmqEngineLink(parsed.world, mesh.leader(parsed), _TOKEN)
+    link = ZmqEngineLink(parsed.world, mesh.leaders(parsed), _TOKEN)
     ranks = start_ranks(
         rank_config(model, parsed, dtype, config.block_size),
         config.num_blocks,
         lambda rank: ZmqRankLink(link.address, rank, _TOKEN),
     )
     link.wait_ready(_WAIT_S)
-    engine = Engine(config.model_copy(update={"stages": parsed.pp}), link)
+    engine = Engine(config.model_copy(update={"stages": parsed.pp, "lanes": parsed.attn_dp}), link)
     engine.start()
     try:
         yield InProcess(engine)

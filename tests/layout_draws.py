@@ -19,7 +19,14 @@ def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> La
 
 def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
     tp, pp, cp = draw.choice((1, 2, 2, 3, 4, 5, 6)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3, 4))
-    fields: dict[str, object] = {"tp": tp, "pp": pp, "cp": cp, "dcp": draw.choice((1, 1, 2, 3)), "sp": draw.random() < 0.3}
+    fields: dict[str, object] = {
+        "tp": tp,
+        "pp": pp,
+        "attn_dp": draw.choice((1, 1, 1, 2, 3)),
+        "cp": cp,
+        "dcp": draw.choice((1, 1, 2, 3)),
+        "sp": draw.random() < 0.3,
+    }
     if cp > 1:
         fields["cp_style"] = draw.choice(("ring", "allgather"))
     if draw.random() < 0.25:

@@ -3,8 +3,8 @@
     engine: ROUTER, bound                                  rank: DEALER, connected
       ←─ HELLO  {world_rank, token}      every rank, once, before the first plan
       ─→ PLAN   StepPlan                 every rank, packed once
-      ←─ RESULT StepResult               from the leader
-      ←─ BUSY   {stage, seconds}         from one rank of each of several stages, after each step
+      ←─ RESULT StepResult               from the leader of each lane
+      ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each lane), after each step
       ←─ FAILED text                     from any rank that cannot go on
       ─→ BYE                             every rank, when the engine closes
 
@@ -18,12 +18,14 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgpack
 import zmq
 from pydantic import ValidationError
 
+from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
 from actors.messages import Message, StepPlan, StepResult
 
@@ -67,9 +69,11 @@ def _poll(socket: zmq.Socket[bytes], deadline: float) -> bool:
 class ZmqEngineLink:
     """The engine's end. Binds on construction; `address` is where the ranks connect."""
 
-    def __init__(self, world: int, leader: int, token: str, bind: str = "tcp://127.0.0.1:*") -> None:
-        """`leader`: the world rank that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or ``ipc://PATH``."""
-        self.world, self.leader = world, leader
+    def __init__(self, world: int, leaders: Sequence[int], token: str, bind: str = "tcp://127.0.0.1:*") -> None:
+        """`leaders`: the world rank of each lane that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
+        ``ipc://PATH``."""
+        self.world = world
+        self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
         self._token = token
         self._peers: dict[bytes, int] = {}
@@ -99,10 +103,10 @@ class ZmqEngineLink:
     def receive(self, timeout_s: float) -> StepResult:
         deadline = time.monotonic() + timeout_s
         while _poll(self._socket, deadline):
-            data = self._read()
-            if data is not None:
-                return _unpack(StepResult, data, f"result of rank {self.leader}")
-        raise LinkTimeout(f"no result from rank {self.leader} within {timeout_s:g} s")
+            result = self._read()
+            if result is not None:
+                return result
+        raise LinkTimeout(f"no result from ranks {self._joiner.missing} within {timeout_s:g} s")
 
     def close(self) -> None:
         if self._socket.closed:
@@ -114,8 +118,8 @@ class ZmqEngineLink:
                 logger.debug("rank %d was gone before the goodbye", self._peers[peer])
         self._socket.close(linger=1000)  # milliseconds in the background, for the goodbyes to leave
 
-    def _read(self) -> bytes | None:
-        """Take one message. Returns the payload of a result, None for everything else."""
+    def _read(self) -> StepResult | None:
+        """Take one message. Returns a step's result where it was the last one missing for it, None for everything else."""
         peer, *frames = self._socket.recv_multipart()
         if len(frames) != 2:
             logger.warning("ignored a message of %d frames on %s", len(frames), self.address)
@@ -130,8 +134,9 @@ class ZmqEngineLink:
         elif kind == BUSY:
             busy = _unpack(Busy, data, f"busy time of rank {self._peers[peer]}")
             self.busy_s[busy.stage] = busy.seconds
-        elif kind == RESULT and self._peers[peer] == self.leader:
-            return data
+        elif kind == RESULT and self._peers[peer] in self._joiner:
+            rank = self._peers[peer]
+            return self._joiner.add(rank, _unpack(StepResult, data, f"result of rank {rank}"))
         else:
             logger.warning("ignored a message of kind %r from rank %d", kind, self._peers[peer])
         return None
@@ -174,7 +179,7 @@ class ZmqRankLink:
         return _unpack(StepPlan, frames[1], "plan")
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the leader only)."""
+        """Answer a plan (the leader of each lane only)."""
         self._send(RESULT, result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:

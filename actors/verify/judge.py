@@ -98,7 +98,10 @@ class _Choices:
 
 def _choices(case: Case, measure: Measure, results: Sequence[StepResult], error: float) -> _Choices:
     keys = sampled_keys(case.plans)
-    sampled = [each for result in results for each in result.sampled]
+    # Lanes answer in their own order, not in that of the plan.
+    found = [{each.sequence_id: each for each in result.sampled} for result in results]
+    order = [(step, row.sequence_id) for step, plan in enumerate(case.plans) for row in plan.rows if row.sample]
+    sampled = [found[step][sequence] for step, sequence in order if sequence in found[step]]
     if not keys or len(sampled) != len(keys):
         return _Choices(len(keys), [each.token for each in sampled], [])
     best = torch.topk(measure.logits[measure.rows(keys)], 2, -1)

@@ -4,7 +4,7 @@ A pool of workers is started once and lent to one layout after another: importin
 
     pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, and it waits for the next START
          ──PLAN────────────────────→             every rank
-         ←─RESULT──────────────────              the leader
+         ←─RESULT──────────────────              the leader of each lane
          ──TAKE──→  ←─RECORDS──────              what the rank recorded, as safetensors
          ←─FAILED text─────────────              any rank that cannot go on
 """
@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from actors.config import RankConfig, Rendezvous
+from actors.engine.joining import joined
 from actors.engine.link import LinkError
 from actors.messages import StepPlan, StepResult
 from actors.model.groups.rendezvous import serve_store
@@ -83,7 +84,7 @@ class _ProcessRanks:
 
     def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int) -> None:
         self._inbox, self._sent = _Inbox(pipes), 0
-        self._pipes, self._in_flight, self._leader = pipes, config.layout.pp, mesh.leader(config.layout)
+        self._pipes, self._in_flight, self._leaders = pipes, config.layout.pp, mesh.leaders(config.layout)
         token, local = f"verify{secrets.token_hex(6)}", ("127.0.0.1",) * config.layout.world
         self._store, port = serve_store(token)
         rendezvous = Rendezvous(token=token, nodes=local, hosts=local, store_port=port)
@@ -120,7 +121,7 @@ class _ProcessRanks:
             _post(pipe, rank, data)
 
     def _receive(self) -> StepResult:
-        return StepResult.unpack(self._inbox.next(self._leader, RESULT, STEP_S))
+        return joined({leader: StepResult.unpack(self._inbox.next(leader, RESULT, STEP_S)) for leader in self._leaders})
 
 
 def _post(pipe: Connection, rank: int, data: bytes) -> None:

@@ -20,6 +20,7 @@ from actors.model.batch import Batch
 from actors.model.regions import Regions, Scattered
 from actors.runner import SCORED_ROWS
 from actors.verify.cases import Key
+from placement import mesh
 
 EMBEDDING = -1
 """Stands for the embedding where a layer is named."""
@@ -45,10 +46,12 @@ class Recorder:
         self._heads: list[list[Key]] = []
         self._scored: dict[int, tuple[SamplingParams, int]] = {}
         self._rows: Sequence[Row] = ()
+        self._lane = 0
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """The parts, watched. `stepped` is called after each step."""
         decoder = parts.decoder
+        self._lane = mesh.coords(parts.config.layout, parts.config.world_rank).attn_dp
         decoder.register_forward_pre_hook(self._before)
         if parts.own.first_stage:
             decoder.embed.register_forward_hook(partial(self._layer, EMBEDDING))
@@ -64,6 +67,7 @@ class Recorder:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins. Called by the watched runner."""
+        plan = plan.of_lane(self._lane)
         self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
         self._rows = plan.rows
         self._heads = self._head_calls(plan.rows)

@@ -94,7 +94,7 @@ class Verification:
     def _cases(self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance) -> list[CaseReport]:
         """Every case twice on the same ranks; a rank that fails ends the rest of them."""
         layout = self._config.layout
-        pool = Pool(self._config.block_size, layout.cp * layout.dcp)
+        pool = Pool(self._config.block_size, layout.kv_owners, layout.attn_dp)
         config = self._config.model_copy(update={"dtype": dtype})
         certain = certain_choices(measure, tolerance)
         reports: list[CaseReport] = []

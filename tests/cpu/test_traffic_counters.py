@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ LAYOUTS = [
     *("tp=2,pp=2", "tp=3,pp=2", "tp=5,pp=3", "tp=4,pp=2,stage_layers=1/3", "tp=3,tp_shares=5/2/1", "tp=2,pp=2,tp_shares=1/3"),
     *("tp=2,sp=true", "tp=3,pp=2,sp=true"),
     *("cp=2", "cp=3,cp_style=allgather", "cp=2,pp=2", "tp=4,dcp=2", "cp=2,tp=4,dcp=2", "cp=2,tp=2,sp=true"),
+    *("attn_dp=2,tp=2", "attn_dp=2,tp=3,pp=2", "attn_dp=2,cp=2", "attn_dp=3,tp=2,sp=true"),
 ]
 """The tiny models have 6 query heads in 2 KV groups, 4 layers and 101 tokens: nothing divides."""
 
@@ -139,7 +141,23 @@ def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch
         StepShape((RowShape(1, 10), RowShape(7, 17)), "float32", block_size=4),
         StepShape.of(1, 2, dtype="float32", num_sampled=0),
     ]
+    plans = [in_lanes(plan, layout.attn_dp) for plan in plans]
+    steps = [with_lanes(step, plan) for step, plan in zip(steps, plans, strict=True)]
     assert counted(model, layout, plans) == expected(model, layout, steps)
+
+
+def in_lanes(plan: StepPlan, lanes: int) -> StepPlan:
+    """The plan with its sequences dealt over the lanes."""
+    parts = {
+        name: [part.model_copy(update={"lane": part.sequence_id % lanes}) for part in getattr(plan, name)]
+        for name in ("started", "rows")
+    }
+    return plan.model_copy(update=parts)
+
+
+def with_lanes(step: StepShape, plan: StepPlan) -> StepShape:
+    rows = zip(step.rows, plan.rows, strict=True)
+    return replace(step, rows=tuple(replace(shape, lane=row.lane) for shape, row in rows))
 
 
 @pytest.mark.parametrize("layout_text", ["cp=2", "cp=2,cp_style=allgather", "cp=2,tp=3,dcp=3", "tp=5,dcp=5"], indirect=True)

@@ -23,7 +23,8 @@ from tests.tiny_models import TinyModel, tiny
 from tests.verifying import random_prompts, verify
 
 BY_HAND = ["tp=2", "tp=3", "tp=5", "tp=6", "pp=2", "pp=4", "tp=2,pp=2", "tp=2,pp=4", "tp=4,pp=2", "tp=3,pp=2,stage_layers=3/1"]
-NUM_LAYOUTS = 27
+BY_HAND += ["attn_dp=2,tp=2", "attn_dp=3,pp=2"]
+NUM_LAYOUTS = 29
 WORKERS = 8
 
 

@@ -33,7 +33,7 @@ def closing() -> Iterator[Callable[..., None]]:
 
 
 def connect(closing: Close, world: int = 2, bind: str = "tcp://127.0.0.1:*") -> tuple[ZmqEngineLink, list[ZmqRankLink]]:
-    engine = ZmqEngineLink(world, world - 1, "token", bind)
+    engine = ZmqEngineLink(world, [world - 1], "token", bind)
     ranks = [ZmqRankLink(engine.address, rank, "token") for rank in range(world)]
     closing(engine, *ranks)
     engine.wait_ready(WAIT_S)
@@ -52,24 +52,44 @@ def test_a_plan_reaches_every_rank_and_the_leader_answers(closing: Close, transp
     assert engine.receive(WAIT_S) == RESULT
 
 
+def test_a_step_has_come_when_every_lane_has_answered_it(closing: Close) -> None:
+    engine = ZmqEngineLink(4, [0, 2], "token")
+    ranks = [ZmqRankLink(engine.address, rank, "token") for rank in range(4)]
+    closing(engine, *ranks)
+    engine.wait_ready(WAIT_S)
+    tokens = [Sampled(sequence_id=number, token=number) for number in range(3)]
+    ranks[2].send_result(StepResult(step=0, sampled=tokens[2:], seconds=0.2))
+    ranks[2].send_result(StepResult(step=1, seconds=0.1))
+    with pytest.raises(LinkTimeout, match=r"no result from ranks \[0\] within"):
+        engine.receive(0.1)
+    ranks[0].send_result(StepResult(step=0, seconds=0.1))
+    ranks[0].send_result(StepResult(step=1, sampled=tokens[:2]))
+    assert engine.receive(WAIT_S) == StepResult(step=0, sampled=tokens[2:], seconds=0.2)
+    assert engine.receive(WAIT_S) == StepResult(step=1, sampled=tokens[:2], seconds=0.1)
+    ranks[0].send_result(StepResult(step=2))
+    ranks[2].send_result(StepResult(step=3))
+    with pytest.raises(LinkError, match="the lanes answer different steps: rank 0 step 2, rank 2 step 3"):
+        engine.receive(WAIT_S)
+
+
 def test_ranks_may_come_before_the_engine(closing: Close, tmp_path: Path) -> None:
     rank = ZmqRankLink(f"ipc://{tmp_path}/e", 0, "token")
-    engine = ZmqEngineLink(1, 0, "token", f"ipc://{tmp_path}/e")
+    engine = ZmqEngineLink(1, [0], "token", f"ipc://{tmp_path}/e")
     closing(engine, rank)
     engine.wait_ready(WAIT_S)
 
 
 def test_waiting_ends_and_names_who_is_missing(closing: Close) -> None:
-    engine = ZmqEngineLink(3, 2, "token")
+    engine = ZmqEngineLink(3, [2], "token")
     closing(engine, ZmqRankLink(engine.address, 1, "token"))
     with pytest.raises(LinkTimeout, match=r"ranks \[0, 2\] of 3 did not connect to tcp://127.0.0.1:\d+ within 0.3 s"):
         engine.wait_ready(0.3)
-    with pytest.raises(LinkTimeout, match=r"no result from rank 2 within 0\.01 s"):
+    with pytest.raises(LinkTimeout, match=r"no result from ranks \[2\] within 0\.01 s"):
         engine.receive(0.01)
 
 
 def test_strangers_are_logged_and_ignored(closing: Close, caplog: pytest.LogCaptureFixture) -> None:
-    engine = ZmqEngineLink(1, 0, "token")
+    engine = ZmqEngineLink(1, [0], "token")
     stranger = ZmqRankLink(engine.address, 0, "guess")
     outside = ZmqRankLink(engine.address, 7, "token")
     stranger.send_result(RESULT)
@@ -160,7 +180,7 @@ def serve_rank(address: str, world_rank: int, leader: bool, settings: EngineConf
 
 def test_an_engine_over_ranks_in_threads() -> None:
     settings = EngineConfig(num_blocks=24, block_size=4, max_model_len=90, max_batch_tokens=32, max_sequences=8)
-    link = ZmqEngineLink(2, 1, "token")
+    link = ZmqEngineLink(2, [1], "token")
     done, outputs = threading.Semaphore(0), dict[str, list[int]]()
 
     def deliver(event: TokenEvent) -> None:

@@ -312,7 +312,19 @@ print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 """
 
 _ILLEGAL = (
-    *("tp=4,dcp=2", "tp=8,dcp=4", "tp=25", "tp=9", "pp=6", "pp=9", "ep=3", "ep=2,moe_tp=2", "moe_dp=2", "cp=9", "attn_dp=2"),
+    *(
+        "tp=4,dcp=2",
+        "tp=8,dcp=4",
+        "tp=25",
+        "tp=9",
+        "pp=6",
+        "pp=9",
+        "ep=3",
+        "ep=2,moe_tp=2",
+        "moe_dp=2",
+        "cp=9",
+        "attn_dp=2,tp=9",
+    ),
     *("replicas=9", "tp=4,pp=3", "tp=0", "tq=2", "sp=true", "redundant_experts=1", "stage_layers=5/5", "pp=2,stage_layers=2/2"),
     *("tp=3,tp_shares=2/1", "cp_style=allgather"),
 )

@@ -18,7 +18,7 @@ from placement.mesh import (
     coords,
     group_of,
     groups,
-    leader,
+    leaders,
     moe_coords,
     moe_world_rank,
     world_rank,
@@ -126,9 +126,15 @@ def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
         groups(Layout(), "pt")
 
 
-@pytest.mark.parametrize(("text", "rank"), [("", 0), ("tp=3", 0), ("pp=2,tp=3", 3), ("cp=2,tp=2", 0), ("cp=2,tp=2,pp=3", 8)])
-def test_the_leader_is_the_first_rank_of_the_last_stage(text: str, rank: int) -> None:
-    assert leader(Layout.parse(text)) == rank
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        *(("", [0]), ("tp=3", [0]), ("pp=2,tp=3", [3]), ("cp=2,tp=2", [0]), ("cp=2,tp=2,pp=3", [8])),
+        *(("attn_dp=4,tp=4", [0, 4, 8, 12]), ("attn_dp=2,cp=2,tp=2,pp=2", [8, 12])),
+    ],
+)
+def test_the_leader_of_a_lane_is_its_first_rank_of_the_last_stage(text: str, ranks: list[int]) -> None:
+    assert leaders(Layout.parse(text)) == ranks
 
 
 def test_dcp_groups_are_consecutive_ranks_of_a_tp_group() -> None:

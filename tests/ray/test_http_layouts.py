@@ -20,6 +20,7 @@ LAYOUTS = [
     "cp=2",
     "tp=4,dcp=2",
     "tp=2,pp=2,cp=2,cp_style=allgather",
+    "attn_dp=2",
 ]
 PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
 

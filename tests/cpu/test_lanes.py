@@ -1,0 +1,103 @@
+"""DP attention: lanes of ranks behind one scheduler, compared with one rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.engine.config import EngineConfig
+from actors.messages import GenerateRequest, Row, SamplingParams, SequenceStart, StepPlan, TokenEvent
+from actors.model.batch import Batch
+from actors.runner import Runner
+from actors.threads import ThreadRanks
+from placement.layout import Layout
+from tests.cpu.test_mixed_load import requests
+from tests.inprocess import in_process, rank_config
+from tests.tiny_models import tiny
+from tests.verifying import verify
+
+torch.set_num_threads(1)
+PROMPT = [5, 17, 99, 3, 42, 8, 77, 1, 64]
+
+
+@pytest.mark.parametrize("layout", ["attn_dp=4", "attn_dp=4,pp=2", "attn_dp=4,tp=2,sp=true"])
+def test_one_request_in_one_lane_of_four_is_answered_while_the_others_idle(layout: str) -> None:
+    model, start = tiny("llama2"), {"tokens": PROMPT, "prompt_length": len(PROMPT)}
+    ranks = ThreadRanks(rank_config(model, Layout.parse(layout), block_size=4), num_blocks=8)
+    begin = SequenceStart(sequence_id=0, lane=2, sampling=SamplingParams(temperature=0.0), **start)
+    row = Row(sequence_id=0, lane=2, start=0, count=len(PROMPT), new_blocks=[5, 1, 6, 2], sample=True)
+    tokens = list(PROMPT)
+    try:
+        for step in range(4):
+            ranks.send(StepPlan(step=step, settled=step - 1, started=[begin] if step == 0 else [], rows=[row]))
+            result = ranks.receive(20.0)
+            assert [item.sequence_id for item in result.sampled] == [0]
+            assert result.sampled[0].token == int(model.logits(tokens)[-1].argmax())
+            tokens.append(result.sampled[0].token)
+            row = Row(sequence_id=0, lane=2, start=len(tokens) - 1, count=1, append=tokens[-1:], sample=True)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("layout", ["attn_dp=2", "attn_dp=3,tp=2,pp=2", "attn_dp=2,cp=2,tp=4,dcp=2"])
+def test_lanes_are_rounding(layout: str) -> None:
+    assert verify(tiny("llama2"), layout).verdict == "rounding"
+
+
+def test_ranks_that_run_the_rows_of_all_lanes_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's number means another block in every lane."""
+    monkeypatch.setattr(StepPlan, "of_lane", lambda self, lane: self)
+    assert verify(tiny("llama2"), "attn_dp=2", [19, 9, 14], kinds=["decode"]).verdict == "fault"
+    assert verify(tiny("llama2"), "tp=2", [19, 9, 14], kinds=["decode"]).verdict == "rounding"
+
+
+def test_a_lane_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Runner._batch
+
+    def astray(self: Runner, rows: list[Row]) -> Batch:
+        """Lane 1 reads as if its blocks were numbered like those of lane 0, one further."""
+        batch, last = right(self, rows), self._cache.num_blocks - 1
+        tables = [[min(block + self._place.lane, last) for block in table] for table in batch.block_tables]
+        return replace(batch, block_tables=tables)
+
+    monkeypatch.setattr(Runner, "_batch", astray)
+    report = verify(tiny("llama2"), "attn_dp=2", [19, 9], kinds=["decode"])
+    assert report.verdict == "fault"
+    assert report.departs is not None
+    assert report.departs.world_rank == 1
+    assert verify(tiny("llama2"), "tp=2", [19, 9], kinds=["decode"]).verdict == "rounding"
+
+
+def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank() -> None:
+    model, work = tiny("llama3", num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
+    aborted = {request.request_id for request in random.Random(9).sample(work, 60)}
+    config = EngineConfig(
+        block_size=4, num_blocks=24, max_model_len=96, max_batch_tokens=64, max_sequences=16, max_waiting_requests=500
+    )
+
+    def run(layout: str, config: EngineConfig, aborted: set[str]) -> tuple[dict[str, TokenEvent], tuple[int, ...]]:
+        with in_process(model, layout, config) as replica:
+            waiting = [(request.request_id, replica.submit(request)) for request in work]
+            for name in sorted(aborted):
+                replica.engine.cancel(name)
+            done = {name: replica.finish(events) for name, events in waiting}
+            stats = replica.engine.stats()
+        assert stats.free_blocks + stats.cached_blocks == stats.total_blocks, "blocks did not come back"
+        return done, (stats.running, stats.waiting, stats.total_blocks)
+
+    found, left = run("attn_dp=4", config, aborted)
+    expected, _ = run("", config.model_copy(update={"num_blocks": 400}), set())
+    assert left == (0, 0, 4 * 24)
+    for name, event in found.items():
+        if event.finish == "abort":
+            assert name in aborted
+            assert event.tokens == expected[name].tokens[: len(event.tokens)]
+        else:
+            assert (event.tokens, event.finish) == (expected[name].tokens, expected[name].finish), name
+
+
+def _short(request: GenerateRequest) -> GenerateRequest:
+    return request.model_copy(update={"max_tokens": min(request.max_tokens, 8)})
