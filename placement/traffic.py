@@ -175,12 +175,14 @@ def attention_output(seat: Seat) -> Iterator[Entry]:
 def mlp_input(seat: Seat) -> Iterator[Entry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
     yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_dealt)
-    yield from to_experts(seat.travels)
+    if seat.travels.num_layers:
+        yield from to_experts(seat.travels)
 
 
 def mlp_output(seat: Seat) -> Iterator[Entry]:
     """The down projection is row parallel."""
-    yield from from_experts(seat.travels, seat.is_scattered)
+    if seat.travels.num_layers:
+        yield from from_experts(seat.travels, seat.is_scattered)
     yield _sum(seat, "mlp output", seat.num_split)
 
 
