@@ -89,7 +89,9 @@ class HandleBackend:
         """
         own_s = math.inf if request.timeout_s is None else request.timeout_s
         try:
-            first = await asyncio.wait_for(events.get(), min(self._wait_s, own_s))
+            # Not `wait_for`: before Python 3.12 it drops a cancellation that comes together with the result.
+            async with asyncio.timeout(min(self._wait_s, own_s)):
+                first = await events.get()
         except TimeoutError:
             if own_s <= self._wait_s:
                 return TokenEvent(request_id=request.request_id, finish="deadline")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from placement.checkpoint_header import check_tensors
 from placement.model_spec import ModelError, ModelSpec
-from serve_app.text.model_files import read_text_files
+from serve_app.text.model_files import TextFiles, read_text_files
 from serve_app.text.template import TemplateError
 from serve_app.text.tokenizer import TokenizerError
 
 
-def check_files(path: Path, spec: ModelSpec) -> None:
+def check_files(path: Path, spec: ModelSpec) -> TextFiles:
     """Reads headers and text files, no weight. Raises `ModelError`, which names the file (and tensor) at fault."""
     check_tensors(path, spec)
     try:
-        read_text_files(path)
+        return read_text_files(path)
     except (TokenizerError, TemplateError) as error:
         raise ModelError(str(error)) from error

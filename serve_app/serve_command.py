@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster import local
-from cluster.settings import ReplicaSettings
+from cluster.settings import DEFAULT_CONTEXT, ReplicaSettings
 from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import Layout
 from serve_app import proxy
 from serve_app.preflight import check_files
 from serve_app.reasons import first_reason, reason_of
 from serve_app.settings import ServeArgs, replica_settings
+from serve_app.text.model_files import TextFiles
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -55,7 +56,7 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
     Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
     """
     _set_logs(json_logs)
-    settings = _preflight(args, address)
+    settings, texts = _preflight(args, address)
     port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
@@ -69,7 +70,7 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
                 _deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
-        _ready(args, settings.layout, host, port, cluster.address)
+        _ready(args, settings, f"http://{_reachable(host)}:{port}", cluster.address, texts)
         stop.wait()
     finally:
         watch.close()
@@ -99,13 +100,12 @@ def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: Non
         raise StartFailed(reason_of(error)) from error
 
 
-def _preflight(args: ServeArgs, address: str | None) -> ReplicaSettings:
+def _preflight(args: ServeArgs, address: str | None) -> tuple[ReplicaSettings, TextFiles]:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
     alone = address is None and not local.configured_address() and args.device != "cuda"
     here = local.this_machine(Layout.parse(args.layout).devices) if alone else None
     settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
-    check_files(Path(settings.model_path), settings.spec)
-    return settings
+    return settings, check_files(Path(settings.model_path), settings.spec)
 
 
 def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> None:
@@ -187,12 +187,25 @@ def _progress() -> Iterator[Callable[[], None]]:
         yield show
 
 
-def _ready(args: ServeArgs, layout: Layout, host: str, port: int, address: str) -> None:
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"messages": [question], "max_tokens": 64, "temperature": 0, "stream": True})
-    print(f"\nShardwright is ready: {args.model} as {layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
-    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _ready(args: ServeArgs, settings: ReplicaSettings, url: str, address: str, texts: TextFiles) -> None:
+    print(f"\nShardwright is ready: {args.model} as {settings.layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
+    if settings.max_model_len < usual:
+        print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
+    path, body = _example(texts)
+    print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)
+
+
+def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
+    """A request to try, of a kind that the model can answer: path and body."""
+    options: dict[str, object] = {"max_tokens": 64, "temperature": 0, "stream": True}
+    if texts.template is not None:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], **options}
+    return "/v1/completions", {"prompt": [1, 2, 3] if texts.tokenizer is None else "The capital of France is", **options}
 
 
 def _end(cluster: local.Connection) -> None:

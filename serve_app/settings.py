@@ -15,13 +15,20 @@ from placement.layout import Layout, LayoutError, require
 from placement.model_spec import DType, ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30, "T": 10**12, "TI": 2**40}
+_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTP", 1)}}
+_UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGTP", 1)}
+_PROCESS_BYTES = 250_000_000
+"""What the process of a CPU rank takes before it holds anything: Python, torch and Ray, counting shared pages once."""
 
 
 def _bytes(value: Any) -> Any:
-    """``2GiB``, ``512M`` or a plain number as bytes; anything else is left to the validator."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
-    return int(float(found[1]) * _UNITS[found[2]]) if found else value
+    """``2GiB``, ``512M`` or a plain number as bytes. Raises `ValueError` on another text."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]I?|)B?\s*", value.upper())
+    if found is None:
+        raise ValueError("must be a number of bytes, or one with a unit as in 512MiB or 2G")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
@@ -125,9 +132,10 @@ def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> 
     needs = memory.rank_memories(spec, layout, dtype)
     fits = min(rank.tokens_in(args.kv_bytes) for rank in needs)
     if fits == 0 or (args.max_model_len and asked > fits):
+        less = f", or max_model_len {fits} or less" if fits else ""
         raise LayoutError(
             f"kv_bytes {args.kv_bytes} holds {fits} tokens of a rank's KV cache, fewer than max_model_len {asked}: "
-            f"give more kv_bytes, or max_model_len {fits} or less"
+            f"give more kv_bytes{less}"
         )
     return min(asked, fits)
 
@@ -154,6 +162,16 @@ def _kv_bytes(
 
 
 def _share(layout: Layout, cluster: ClusterSpec) -> int | None:
-    """Memory of a rank where its node is fullest: a node's memory over the ranks it may have to hold. None: not known."""
-    known = [node.memory_bytes // min(node.slots, layout.devices) for node in cluster.nodes if node.slots and node.memory_bytes]
-    return min(known, default=None)
+    """What a rank can hold where its node is fullest: a node's memory over the ranks it may have to hold, less what their
+    processes take. None: not known. Raises `MemoryBudgetError` where the processes alone do not fit."""
+    nodes = [(node, min(node.slots, layout.devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
+    if not nodes:
+        return None
+    node, ranks = min(nodes, key=lambda each: (each[0].memory_bytes or 0) // each[1])
+    left = (node.memory_bytes or 0) // ranks - _PROCESS_BYTES
+    if left <= 0:
+        raise memory.MemoryBudgetError(
+            f"{layout} puts {ranks} ranks on node {node.name}: their processes alone take about {ranks * _PROCESS_BYTES:,} of "
+            f"its {node.memory_bytes:,} bytes, before any weight"
+        )
+    return left
