@@ -38,6 +38,7 @@ _POLL_S = 0.1
 _DEPLOY_TIMEOUT_S = 900.0
 _SILENT_S = 60.0
 """A controller that gives no status for so long is gone; one that was restarted is back before."""
+_END_S = 45.0
 _INTERRUPTED = 130
 """Exit status of a server that was told to end before it was ready, or twice."""
 
@@ -216,6 +217,8 @@ def _end(cluster: local.Connection) -> None:
 
     from serve_app.app import APP_NAME
 
+    if cluster.embedded:
+        _end_by_force_after(_END_S)
     # Ray reports the end of its own actors as errors, on either stream.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     left = None
@@ -241,6 +244,20 @@ def _cluster_lost(reason: str) -> NoReturn:
     print(f"error: {reason}; the service has ended", file=sys.stderr, flush=True)
     end_descendants()
     os._exit(2)
+
+
+def _end_by_force_after(seconds: float) -> None:
+    """Unless this process has ended by then: Ray waits without a limit for parts of it that no longer answer."""
+
+    def end() -> None:
+        text = f"error: the embedded Ray cluster did not end within {seconds:g} s; its processes were killed"
+        print(text, file=sys.__stderr__, flush=True)
+        end_descendants()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _free_port(host: str, port: int) -> int:
