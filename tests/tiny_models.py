@@ -208,8 +208,8 @@ class TinyModel:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Weights as they are saved, by their Hugging Face names."""
-        return load_file(self.folder / "model.safetensors")
+        """Weights as they are saved, by their Hugging Face names; of a GGUF file, as the reference was given them."""
+        return self.reference.state_dict() if self.folder.is_file() else load_file(self.folder / "model.safetensors")
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[len(tokens), vocab] fp32, as transformers computes them in one go."""
