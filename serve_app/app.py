@@ -8,7 +8,6 @@ Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and S
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.discover import best_device, discover
 from cluster.replica import Replica
 from cluster.settings import ReplicaSettings
+from placement import checkpoint_header
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.openai.api import ApiSettings, create_api
@@ -77,14 +77,17 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
 
 def build(arguments: dict[str, Any]) -> Application:
     """The Serve application for the arguments of `ServeArgs`. Raises `ArgumentError`, `ModelError` or `LayoutError`."""
-    return application(parse_args(arguments))  # not annotated as `ServeArgs`: Serve's own check tells mistakes less well
+    args = parse_args(arguments)  # not annotated as `ServeArgs`: Serve's own check tells mistakes less well
+    app = application(args)
+    path = resolve(args.model).path
+    check_files(path, checkpoint_header.read(path))
+    return app
 
 
 def application(args: ServeArgs) -> Application:
-    """See `build`. Raises `ModelError` or `LayoutError`."""
+    """See `build`, without its look into the model's files, which ``shardwright serve`` takes before it starts Ray."""
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
     settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
-    check_files(Path(settings.model_path), settings.spec)
     engine: Any = serve.deployment(
         EngineReplica,
         name=ENGINE,
