@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from placement import drawing
 from placement.balance import MEASURE, bubble
+from placement.columns import columns
 from placement.drawing import size_text
 from placement.explain import Explanation, micro_batch_counts
 from placement.memory import parameter_count
@@ -57,7 +58,7 @@ def _traffic(explained: Explanation) -> Iterator[str]:
         operation = f"{entry.op} {entry.axis} x{entry.group_size}"
         numbers = (f"{entry.calls:,}", f"{entry.payload_bytes:,}", f"{entry.wire_bytes_per_rank:,}")
         rows.append((entry.where, operation, *numbers, sizes(ranks)))
-    yield from _columns(rows, right={2, 3, 4})
+    yield from columns(rows, right={2, 3, 4})
     sent = [
         sum(entry.calls * entry.wire_bytes_per_rank for entry, ranks in explained.traffic if rank in ranks)
         for rank in range(explained.layout.world)
@@ -79,7 +80,7 @@ def _memory(explained: Explanation) -> Iterator[str]:
         rows.append((sizes(ranks), size_text(weights), size_text(kv), size_text(weights + kv)))
     weights, kv = (sum(key[part] * len(ranks) for key, ranks in alike.items()) for part in (0, 1))
     rows.append(("all", size_text(weights), size_text(kv), size_text(weights + kv)))
-    yield from _columns(rows, right={1, 2, 3})
+    yield from columns(rows, right={1, 2, 3})
     yield from _copies(explained)
 
 
@@ -112,14 +113,3 @@ def _step(explained: Explanation) -> str:
 
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def _columns(rows: Sequence[Sequence[str]], right: set[int]) -> Iterator[str]:
-    """Rows of text in columns; those in `right` end at one place."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(wide) if at in right else cell.ljust(wide)
-            for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()

@@ -81,13 +81,18 @@ def explain(
         int | None, typer.Option(help="Tokens of each sequence in the KV cache, those of the step included.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    prefill: Annotated[
+        str | None, typer.Option(help="With --decode: what a prefill pool of this layout hands to a decode pool.")
+    ] = None,
+    decode: Annotated[str | None, typer.Option(help="Layout of the decode pool; --context is the prompt's length.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what LAYOUT means for MODEL: who holds what, who talks to whom, bytes and memory. Reads the header only."""
     from serve_app.explain_command import ExplainArgs, run_explain
 
     fields = {"model": model, "layout": layout, "tokens": tokens, "batch": batch, "context": context, "dtype": dtype}
-    run_explain(ExplainArgs.model_validate(fields), as_json)
+    pools = {"prefill": prefill, "decode": decode}
+    run_explain(ExplainArgs.model_validate({**fields, **pools}), as_json)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""``shardwright explain``: what a layout means for a model, from its header alone. Nothing starts, nothing is loaded."""
+"""``shardwright explain``: what a layout means for a model, from its header alone. Nothing starts, nothing is loaded.
+
+With ``--prefill`` and ``--decode`` it is what one pool hands to the other (`placement.handoff`).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from placement import checkpoint_header
 from placement.explain import as_json, explain
 from placement.explain_text import as_text
+from placement.handoff_text import explain_handoff, handoff_json, handoff_text
 from placement.layout import Layout, LayoutError, Violation
-from placement.model_spec import DType
+from placement.model_spec import DType, ModelSpec
 from placement.safetensors_file import AbsentWeights
 from placement.step_shape import StepShape
 from serve_app.catalog import resolve
 
+HANDOFF_TOKENS = 4096
+"""Length of the prompt that is handed over, unless `context` says it."""
+
 
 class ExplainArgs(BaseModel):
-    """What was asked. `context` counts the tokens of a sequence once the step has run; None: only those of the step."""
+    """What was asked. `context` counts the tokens of a sequence once the step has run; None: only those of the step.
+
+    With `prefill` and `decode` (layouts) it is the length of the prompt that is handed over.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,6 +41,8 @@ class ExplainArgs(BaseModel):
     batch: int = Field(default=1, ge=1)
     context: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    prefill: str | None = None
+    decode: str | None = None
 
 
 def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
@@ -40,16 +52,44 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
 
     Raises `LayoutError` or `ModelError`.
     """
+    pools = _pools(args)
     layout = Layout.parse(args.layout)
     files = resolve(args.model, header_only=True)
     spec = checkpoint_header.read(files.path)
     with suppress(AbsentWeights):
         checkpoint_header.check_tensors(files.path, spec)
-    violations = layout.check(spec)
-    if violations:
-        _refuse(layout, violations, as_json_text)
+    for asked in pools or [layout]:
+        violations = asked.check(spec)
+        if violations:
+            _refuse(asked, violations, as_json_text)
+    if pools:
+        _explain_handoff(args, pools, spec, files.name, as_json_text)
+        return
     explained = explain(spec, layout, _step(args, spec.dtype, layout.attn_dp))
     typer.echo(json.dumps(as_json(explained, files.name)) if as_json_text else as_text(explained, files.name))
+
+
+def _pools(args: ExplainArgs) -> list[Layout]:
+    """The layouts of the prefill and the decode pool; empty where none was asked for."""
+    given = {name: text for name, text in (("--prefill", args.prefill), ("--decode", args.decode)) if text is not None}
+    if not given:
+        return []
+    if len(given) == 1:
+        [name] = given
+        raise LayoutError(f"{name} {given[name]!r} is one end of a hand-off: give --prefill and --decode")
+    if args.layout:
+        raise LayoutError(f"--layout {args.layout!r} beside --prefill and --decode: each pool has a layout of its own")
+    if (args.tokens, args.batch) != (1, 1):
+        raise LayoutError("--tokens and --batch describe a step; of a hand-off say the length of the prompt, with --context")
+    return [Layout.parse(text) for text in given.values()]
+
+
+def _explain_handoff(args: ExplainArgs, pools: list[Layout], spec: ModelSpec, name: str, as_json_text: bool) -> None:
+    tokens = HANDOFF_TOKENS if args.context is None else args.context
+    if tokens < 1:
+        raise LayoutError(f"context {tokens}: a prompt that is handed over has at least one token")
+    found = explain_handoff(spec, pools[0], pools[1], tokens, spec.dtype if args.dtype == "auto" else args.dtype)
+    typer.echo(json.dumps(handoff_json(found, name)) if as_json_text else handoff_text(found, name))
 
 
 def _step(args: ExplainArgs, own_dtype: DType, lanes: int) -> StepShape:

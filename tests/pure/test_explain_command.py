@@ -129,3 +129,41 @@ def test_weights_that_are_there_must_be_the_models(command: Command, model: Path
 def test_of_weights_that_are_not_all_there_nothing_is_asked(command: Command, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
     assert command(model)[0] == 0
+
+
+# Hand-off
+
+
+def test_a_hand_off_as_text_and_as_json(command: Command, model: Path) -> None:
+    pools = ("--prefill", "tp=2", "--decode", "pp=2", "--context", "100")
+    status, out, _ = command(model, *pools)
+    assert status == 0
+    assert "prefill tp=2 hands KV to decode pp=2" in out
+    status, out, _ = command(model, *pools, "--json")
+    found = json.loads(out)
+    assert (status, found["prompt_bytes_per_token"]) == (0, 5 * 2 * 3 * 16 * 4)
+    assert found["moved_bytes"] == found["prompt_bytes"] == sum(copy["bytes"] for copy in found["copies"])
+    assert {(copy["source"], copy["destination"]) for copy in found["copies"]} == {(0, 0), (1, 0), (0, 1), (1, 1)}
+    assert sum(found["sent_bytes"].values()) == sum(found["received_bytes"].values()) == found["moved_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prefill", "tp=2"], "give --prefill and --decode"),
+        (["--prefill", "tp=2", "--decode", "tp=1", "--layout", "tp=2"], "each pool has a layout of its own"),
+        (["--prefill", "tp=2", "--decode", "tp=1", "--batch", "2"], "with --context"),
+        (["--prefill", "tp=2", "--decode", "tp=1", "--context", "0"], "at least one token"),
+        (["--prefill", "tp=2", "--decode", "tp=x"], "tp is 'x'"),
+    ],
+)
+def test_a_mistake_in_a_hand_off_is_status_two(command: Command, model: Path, arguments: list[str], said: str) -> None:
+    status, _, err = command(model, *arguments)
+    assert status == 2
+    assert said in err
+
+
+def test_an_illegal_pool_is_a_no(command: Command, model: Path) -> None:
+    status, _, err = command(model, "--prefill", "tp=2", "--decode", "tp=7")
+    assert status == 1
+    assert "layout tp=7 cannot be used" in err
