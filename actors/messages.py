@@ -164,6 +164,10 @@ class StepPlan(Message):
     started: list[SequenceStart] = Field(default_factory=list)
     rows: list[Row]
 
+    def new_lens(self, lanes: int) -> list[list[int]]:
+        """New tokens of each row, lane by lane."""
+        return [[row.count for row in self.rows if row.lane == lane] for lane in range(lanes)]
+
     def of_lane(self, lane: int) -> StepPlan:
         """What concerns the ranks of one lane. Ended sequences are named to all: names are unique across lanes."""
         started = [start for start in self.started if start.lane == lane]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -25,6 +25,7 @@ from actors.model.kv_cache import KVCache
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
 from placement.context import Place, is_split, restored_order
+from placement.expert_tokens import Lanes
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
@@ -76,9 +77,9 @@ class Runner:
     def step(self, plan: StepPlan) -> StepResult | None:
         """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
-        mine = plan.of_lane(self._place.lane)
+        mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
         self._apply(mine)
-        result = self._run(mine)
+        result = self._run(mine, lanes)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
@@ -87,14 +88,15 @@ class Runner:
         """Take every token the last stage has told; else that waits for a plan that needs one."""
         self._note(self._pipeline.hear(sys.maxsize))
 
-    def _run(self, plan: StepPlan) -> StepResult | None:
+    def _run(self, plan: StepPlan, lanes: Lanes) -> StepResult | None:
         if not plan.rows:
+            self._decoder.serve(lanes)
             return StepResult(step=plan.step) if self._pipeline.is_last else None
         wanted = [row.sequence_id for row in plan.rows if row.sample]
         for sequence_id in wanted:
             self._sequences[sequence_id].sampled_at = plan.step
         self._pipeline.expect(plan.step, wanted)
-        batch = self._batch(plan.rows)
+        batch = replace(self._batch(plan.rows), lanes=lanes)
         hidden = self._forward(batch)
         if hidden is None:
             return None

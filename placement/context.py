@@ -115,10 +115,11 @@ class Place:
     dcp: int = 1
     dcp_rank: int = 0
     lane: int = 0
+    lanes: int = 1
 
     @classmethod
     def of(cls, layout: Layout, at: Coords, block_size: int) -> Place:
-        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp, at.attn_dp)
+        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp, at.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
         """What this rank keeps, or the one of `cp_rank` beside it."""

@@ -14,11 +14,12 @@ what it saves is more than `CALLS_BYTES`; ``sum`` needs a copy that is a tp grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from placement import expert_tokens
-from placement.dispatch import destination_chances
+from placement.dispatch import chances_with_copies, destination_chances
+from placement.expert_tokens import Lanes
 from placement.experts import map_of
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
@@ -29,18 +30,22 @@ CALLS_BYTES = 256 * 1024
 """Bytes that take about as long as the calls and the wait that ``a2a`` has more."""
 
 
-def mode(spec: ModelSpec, layout: Layout, new_lens: Sequence[int], element_bytes: int) -> Mode:
-    """The mode of a step whose rows have `new_lens` new tokens. Every rank finds the same in the plan."""
-    adds_up = layout.ep * layout.moe_tp == layout.tp and not expert_tokens.num_common(new_lens, layout.cp)
-    if layout.dispatch == "a2a" or (layout.dispatch == "auto" and _saved(spec, layout, new_lens, element_bytes, adds_up)):
+def mode(spec: ModelSpec, layout: Layout, lanes: Lanes, element_bytes: int) -> Mode:
+    """The mode of a step whose rows have so many new tokens in each lane. Every rank finds the same in the plan."""
+    adds_up = layout.ep * layout.moe_tp == layout.tp and not any(expert_tokens.num_common(lens, layout.cp) for lens in lanes)
+    if layout.dispatch == "a2a" or (layout.dispatch == "auto" and _saved(spec, layout, lanes, element_bytes, adds_up)):
         return "a2a"
     return "sum" if adds_up else "gather"
 
 
+@lru_cache(maxsize=64)
 def chances(spec: ModelSpec, layout: Layout) -> list[float]:
     """Of each ep rank, how likely a token has an expert there."""
     assert spec.moe is not None
-    return destination_chances(spec.moe.num_experts, spec.moe.top_k, map_of(spec.moe, layout).slots)
+    placed = map_of(spec.moe, layout)
+    if layout.redundant_experts:
+        return chances_with_copies(placed, 0, spec.moe.top_k)
+    return destination_chances(spec.moe.num_experts, spec.moe.top_k, placed.slots)
 
 
 def extra_bytes(spec: ModelSpec) -> int:
@@ -49,12 +54,12 @@ def extra_bytes(spec: ModelSpec) -> int:
     return 8 * spec.moe.top_k
 
 
-def _saved(spec: ModelSpec, layout: Layout, new_lens: Sequence[int], element_bytes: int, adds_up: bool) -> bool:
+def _saved(spec: ModelSpec, layout: Layout, lanes: Lanes, element_bytes: int, adds_up: bool) -> bool:
     """Whether ``a2a`` saves enough, in the mean over the ranks."""
     others = layout.ep * layout.moe_tp - 1
     found = chances(spec, layout)
     reached = layout.moe_tp * sum(found) - sum(found) / len(found)
-    tokens = sum(expert_tokens.of_tp_groups(new_lens, layout.cp)) / layout.stage_ranks
+    tokens = sum(map(sum, lanes)) / layout.stage_ranks
     row = spec.hidden_size * element_bytes
     join = (layout.tp - 1) * row if adds_up else 0
     return tokens * (2 * (others - reached) * row - reached * extra_bytes(spec) - join) > CALLS_BYTES

@@ -9,7 +9,8 @@ runs (`placement.context`) are first dealt over the cp ranks. A decode, and 12 n
     handed in by cp 0    p0 p1 p2 p9 | p10 p11 d          tp rank 0 | tp rank 1
               by cp 1    p3 p4 p5    | p6 p7 p8
 
-All of it follows from the plan, so no rank asks another how many tokens it has.
+Lanes (attn_dp) do so each with its own rows; one without rows hands in nothing. All of it follows from the plan, which names
+the lane of every row, so no rank asks another how many tokens it has.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from collections.abc import Sequence
 from placement.context import is_split, spans
 from placement.dealing import deal
 from placement.layout import Layout
+
+Lanes = Sequence[Sequence[int]]
+"""New tokens of each row of a step, lane by lane."""
 
 
 def num_common(new_lens: Sequence[int], cp: int) -> int:
@@ -47,9 +51,10 @@ def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
     ]
 
 
-def handed_in(new_lens: Sequence[int], layout: Layout) -> list[int]:
+def handed_in(lanes: Lanes, layout: Layout) -> list[int]:
     """Tokens that each rank of a stage hands in, in rank order."""
-    return [len(hand) for tokens in of_tp_groups(new_lens, layout.cp) for hand in deal(tokens, layout.tp)]
+    of_groups = [tokens for new_lens in lanes for tokens in of_tp_groups(new_lens, layout.cp)]
+    return [len(hand) for tokens in of_groups for hand in deal(tokens, layout.tp)]
 
 
 def of_copy(handed: Sequence[int], layout: Layout, copy: int) -> list[int]:

@@ -10,7 +10,8 @@
     both     tp  all_gather       results, to the tp group                  t b          (not where tokens stay scattered)
              cp  all_gather       those of rows that all cp ranks run       this cp rank's share * b
 
-How many rows go where only the routers know: without their numbers (`Routed`) the expected ones are stated, rounded.
+How many rows go where only the routers know: without their numbers (`Routed`) the expected ones are stated, rounded. The
+ranks of a lane without rows say what concerns the copy, and nothing else; a copy without tokens is silent.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Routed:
 
 @dataclass(frozen=True)
 class Travels:
-    """One rank in one step: the layers whose tokens travel to experts, and how. `routed`: those of each such layer."""
+    """One rank in one step (of all lanes): the layers whose tokens travel to experts, and how. `routed`: those of each such
+    layer."""
 
     spec: ModelSpec
     layout: Layout
@@ -53,11 +55,17 @@ class Travels:
     def mode(self) -> expert_modes.Mode:
         if self.spec.moe is None:
             return "sum"
-        return expert_modes.mode(self.spec, self.layout, self.new_lens, self.step.element_bytes)
+        return expert_modes.mode(self.spec, self.layout, self.lanes, self.step.element_bytes)
+
+    @cached_property
+    def lanes(self) -> list[list[int]]:
+        """New tokens of each row, lane by lane."""
+        return self.step.new_lens(self.layout.attn_dp)
 
     @property
     def new_lens(self) -> list[int]:
-        return [row.tokens for row in self.step.rows]
+        """Those of the rank's own lane."""
+        return self.lanes[self.at.attn_dp]
 
     @property
     def num_layers(self) -> int:
@@ -82,7 +90,12 @@ class Travels:
     def handed_in(self) -> list[int]:
         """Own tokens of each rank of the copy."""
         seen = moe_coords(self.layout, world_rank(self.layout, self.at))
-        return expert_tokens.of_copy(expert_tokens.handed_in(self.new_lens, self.layout), self.layout, seen.moe_dp)
+        return expert_tokens.of_copy(expert_tokens.handed_in(self.lanes, self.layout), self.layout, seen.moe_dp)
+
+    @property
+    def num_calls(self) -> int:
+        """Layers in which anything is said in the copy."""
+        return self.num_layers if any(self.handed_in) else 0
 
     @property
     def num_own(self) -> int:
@@ -97,7 +110,7 @@ class Travels:
         if self.routed is not None:
             yield from ((routed, 1) for routed in self.routed)
         else:
-            yield self._expected(), self.num_layers
+            yield self._expected(), self.num_calls
 
     def _expected(self) -> Routed:
         found = expert_modes.chances(self.spec, self.layout)
@@ -108,7 +121,7 @@ class Travels:
 
 def to_experts(rank: Travels) -> Iterator[Entry]:
     """From the tokens a rank holds to those its experts run."""
-    size, calls = rank.copy_ranks, rank.num_layers
+    size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
         yield all_gather("mlp input: own tokens", "moe", size, rank.bytes_of(rank.num_own), calls)
     if rank.mode == "a2a":
@@ -120,7 +133,7 @@ def to_experts(rank: Travels) -> Iterator[Entry]:
 
 def from_experts(rank: Travels, is_scattered: bool) -> Iterator[Entry]:
     """From the results of a rank's experts to what it holds."""
-    layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_layers, rank.bytes_of(rank.num_own)
+    layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":
         yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.handed_in)), own, calls)
     if rank.mode == "a2a":
@@ -128,6 +141,6 @@ def from_experts(rank: Travels, is_scattered: bool) -> Iterator[Entry]:
             received, kept = rank.bytes_of(routed.received), rank.bytes_of(routed.kept)
             yield all_to_all("mlp output: combined rows", "moe", size, received, kept, layers)
     if rank.num_dealt or not is_scattered:
-        yield all_gather("mlp output: joined", "tp", layout.tp, own, calls)
+        yield all_gather("mlp output: joined", "tp", layout.tp, own, rank.num_layers)
     share = deal(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.at.cp]
     yield all_gather("mlp output: joined", "cp", layout.cp, rank.bytes_of(len(share)), rank.num_dealt)

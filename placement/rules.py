@@ -22,12 +22,6 @@ from placement.shards import heads
 Broken = tuple[str, str]
 """(field, sentence)"""
 
-BUILT = (
-    *("replicas", "pp", "cp", "tp", "dcp", "ep", "moe_tp", "moe_dp"),
-    *("sp", "stage_layers", "tp_shares", "cp_style", "dispatch"),
-)
-"""Fields that may differ from their default, whatever the model (`built_fields`)."""
-
 _WIDTH_FIELDS = {
     "MLP": "intermediate_size",
     "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
@@ -56,19 +50,6 @@ def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> lis
     on_model = [found for rule in MODEL_RULES for found in rule(layout, model)]
     on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
     return on_model + on_cluster
-
-
-def only_built_fields(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
-    """Nothing that was asked for is dropped in silence."""
-    for name, value in layout.asked.items():
-        if name not in built_fields(model):
-            for_experts = " for models with experts" if name in built_fields(None) else ""
-            yield name, f"{name}={text_of(value)}: {name} is not built yet{for_experts}"
-
-
-def built_fields(model: ModelSpec | None) -> tuple[str, ...]:
-    """Fields that may differ from their default for a model; None: for one without experts."""
-    return BUILT if model is not None and model.moe is not None else (*BUILT, "attn_dp")
 
 
 def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
@@ -190,7 +171,6 @@ def _largest_axis(layout: Layout) -> str:
 
 
 MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
-    only_built_fields,
     a_query_head_per_rank,
     a_column_per_rank,
     a_vocabulary_row_per_rank,

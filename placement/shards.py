@@ -23,7 +23,7 @@ from typing import Any
 
 from placement.dealing import Shares, deal, level, split_hands
 from placement.expert_pieces import expert_layer
-from placement.experts import map_of
+from placement.experts import ExpertMap, map_of
 from placement.latent_pieces import head_elements, latent_attention
 from placement.layout import Layout
 from placement.mesh import Coords, moe_coords, world_rank
@@ -65,12 +65,20 @@ class Shard:
     vocab: range
     first_stage: bool
     last_stage: bool
-    experts: tuple[int, ...] = ()
-    """The expert in each slot of a layer with experts."""
+    expert_map: ExpertMap | None = None
+    """Which expert every slot of every rank has at first, the same in each layer with experts."""
+    expert_slots: range = range(0)
+    """The slots of this rank."""
     expert_columns: range = range(0)
     """Columns of each of these experts."""
     shared_columns: range = range(0)
     """Columns of the shared expert."""
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The expert in each of this rank's slots."""
+        placed = self.expert_map
+        return () if placed is None else placed.experts[0][self.expert_slots.start : self.expert_slots.stop]
 
 
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
@@ -95,8 +103,10 @@ def _experts(spec: ModelSpec, layout: Layout, at: Coords) -> dict[str, Any]:
     if spec.moe is None:
         return {}
     seen = moe_coords(layout, world_rank(layout, at))
+    placed = map_of(spec.moe, layout)
     return {
-        "experts": map_of(spec.moe, layout).on_rank(0, seen.ep),
+        "expert_map": placed,
+        "expert_slots": placed.ranges[seen.ep],
         "expert_columns": expert_columns(spec, spec.moe, layout)[seen.moe_tp],
         "shared_columns": shared_columns(spec, spec.moe, layout)[at.tp],
     }

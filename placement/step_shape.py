@@ -63,6 +63,10 @@ class StepShape:
         """What one lane runs of it."""
         return replace(self, rows=tuple(row for row in self.rows if row.lane == lane))
 
+    def new_lens(self, lanes: int) -> list[list[int]]:
+        """New tokens of each row, lane by lane."""
+        return [[row.tokens for row in self.rows if row.lane == lane] for lane in range(lanes)]
+
     @property
     def num_tokens(self) -> int:
         """New tokens of all rows together."""

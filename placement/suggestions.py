@@ -19,10 +19,6 @@ from placement.model_spec import ModelSpec
 
 def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
-    # `rules` imports this module: only a late import avoids the circle.
-    from placement.rules import built_fields
-
-    built = Layout(**{name: value for name, value in asked.asked.items() if name in built_fields(model)})
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)
@@ -33,10 +29,10 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
         groups = devices // tp
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
-        for cp, lanes in product(_halves(asked.cp), _halves(built.attn_dp)):
+        for cp, lanes in product(_halves(asked.cp), _halves(asked.attn_dp)):
             for pp in range(1, min(model.num_layers, groups // (cp * lanes)) + 1):
                 replicas = min(asked.replicas, groups // (pp * cp * lanes))
-                experts = nearest_expert_axes(built, model, lanes * cp * tp)
+                experts = nearest_expert_axes(asked, model, lanes * cp * tp)
                 # sp is kept where it was asked for and still has tokens to deal.
                 plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
                 for split in _with_splits(plain, asked, model):

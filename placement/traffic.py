@@ -14,8 +14,8 @@ Layers whose tokens travel to experts say something else than a dense one there 
 Where the step is scattered (`placement.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
 next layer that needs all tokens, and what arrives from the stage before needs none.
 
-A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and say
-nothing to each other: every group of a dense layer lies inside one.
+A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
+on the way to experts only: every group of a dense layer lies inside one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from placement import sequence_parallel
 from placement.collectives import Entry, all_gather, all_reduce, recv, reduce_scatter, send
@@ -40,20 +41,25 @@ from placement.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank in one step: all a region needs to know. `step` has the rows of the rank's lane only."""
+    """One rank in one step, of which `whole` has the rows of all lanes: all a region needs to know."""
 
     spec: ModelSpec
     layout: Layout
     at: Coords
     own: Shard
-    step: StepShape
+    whole: StepShape
     routed: Sequence[Routed] | None = None
     """What the routers of its layers with experts did, where that is known."""
 
-    @property
+    @cached_property
+    def step(self) -> StepShape:
+        """The rows of the rank's lane."""
+        return self.whole.of_lane(self.at.attn_dp)
+
+    @cached_property
     def travels(self) -> Travels:
         """Its layers whose tokens travel to experts."""
-        return Travels(self.spec, self.layout, self.at, self.own, self.step, self.routed)
+        return Travels(self.spec, self.layout, self.at, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
@@ -99,7 +105,7 @@ class Seat:
 def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None) -> Seat:
     """The seat of a world rank."""
     at = coords(layout, world_rank)
-    return Seat(spec, layout, at, shard(spec, layout, at), step.of_lane(at.attn_dp), routed)
+    return Seat(spec, layout, at, shard(spec, layout, at), step, routed)
 
 
 def rank_traffic(
@@ -256,5 +262,6 @@ def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
 
 
 def _heard(region: Region, seat: Seat) -> list[Entry]:
-    """The entries of a region that anybody else hears of. A lane without rows skips the step."""
-    return [entry for entry in region(seat) if entry.group_size > 1 and entry.calls] if seat.step.rows else []
+    """The entries of a region that anybody else hears of. A lane without rows only runs its experts for the others."""
+    said = [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]
+    return said if seat.step.rows else [entry for entry in said if entry.axis == "moe"]

@@ -7,6 +7,7 @@ import random
 from placement import rules
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
+from placement.moe_spec import MoESpec
 
 
 def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> Layout:
@@ -19,10 +20,11 @@ def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> La
 
 def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
     tp, pp, cp = draw.choice((1, 2, 2, 3, 4, 5, 6)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3, 4))
+    lanes = draw.choice((1, 1, 1, 2, 3))
     fields: dict[str, object] = {
         "tp": tp,
         "pp": pp,
-        "attn_dp": draw.choice((1, 1, 1, 2, 3)),
+        "attn_dp": lanes,
         "cp": cp,
         "dcp": draw.choice((1, 1, 2, 3)),
         "sp": draw.random() < 0.3,
@@ -34,14 +36,15 @@ def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
     if pp > 1 and draw.random() < 0.5:
         fields["stage_layers"] = _split(draw, spec.num_layers, pp)
     if spec.moe is not None:
-        fields |= _expert_fields(draw, tp * cp)
+        fields |= _expert_fields(draw, spec.moe, lanes * tp * cp)
     return fields
 
 
-def _expert_fields(draw: random.Random, stage_ranks: int) -> dict[str, object]:
+def _expert_fields(draw: random.Random, moe: MoESpec, stage_ranks: int) -> dict[str, object]:
     moe_dp = draw.choice([size for size in (1, 1, 1, 2, 3) if stage_ranks % size == 0])
     ep = draw.choice([size for size in range(1, stage_ranks + 1) if stage_ranks // moe_dp % size == 0])
-    return {"moe_dp": moe_dp, "ep": ep, "dispatch": draw.choice(("auto", "gather", "a2a"))}
+    redundant = draw.randint(1, moe.num_experts) if ep > 1 and draw.random() < 0.3 else 0
+    return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant, "dispatch": draw.choice(("auto", "gather", "a2a"))}
 
 
 def _split(draw: random.Random, layers: int, stages: int) -> tuple[int, ...]:

@@ -45,10 +45,14 @@ class Batch:
     """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
     new_lens: list[int] = field(default_factory=list)
     """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
+    lanes: list[list[int]] = field(default_factory=list)
+    """`new_lens` of every lane (attn_dp), of which this batch is one; not given: there is no other."""
 
     def __post_init__(self) -> None:
         if not self.new_lens:
             object.__setattr__(self, "new_lens", self.query_lens)
+        if not self.lanes:
+            object.__setattr__(self, "lanes", [self.new_lens])
 
     @property
     def num_tokens(self) -> int:

@@ -36,12 +36,14 @@ from actors.model.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.build import mixture
 from actors.model.moe.exchanges import Exchanges, OnlySums
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
 from actors.model.rope import make_rope
 from actors.model.step import Step
+from placement.expert_tokens import Lanes
 from placement.model_spec import ModelSpec
 from placement.shards import Shard, parameters
 
@@ -73,6 +75,8 @@ class Decoder(nn.Module):
         self._leave = _all_tokens if own.last_stage else _own_tokens
         self._ropes = [make_rope(rope, spec.turned_dim, device) for rope in build.ropes]
         self._attention = attention
+        self._mixtures = [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MixtureOfExperts)]
+        self._none = torch.empty((0, spec.hidden_size), dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCache) -> Tensor:
@@ -83,11 +87,18 @@ class Decoder(nn.Module):
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         plan = self._attention.prepare(batch, cache)
-        step = Step(rotations, plan, cache, region, self.exchanges.of(batch.new_lens))
+        step = Step(rotations, plan, cache, region, self.exchanges.of(batch.lanes))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
         return self._leave(hidden, region)
+
+    @torch.inference_mode()
+    def serve(self, lanes: Lanes) -> None:
+        """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none."""
+        exchange = self.exchanges.of(lanes)
+        for experts in self._mixtures:
+            exchange.serve(experts, self._none)
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

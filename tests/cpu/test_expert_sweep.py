@@ -16,7 +16,7 @@ from tests.layout_draws import draw_layout
 from tests.tiny_models import tiny
 from tests.verifying import verify
 
-DRAWS = 104
+DRAWS = 308
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 
 from actors.messages import Row, StepPlan
-from actors.model.moe.exchange import AllToAllExchange
+from actors.model.moe.exchange import AllToAllWay
 from placement import sequence_parallel
 from placement.expert_traffic import Routed, Travels
 from placement.layout import Layout
@@ -28,6 +29,10 @@ LAYOUTS = [
     ("gpt_oss", "cp=3,ep=3"),
     ("qwen2_moe", "tp=4,moe_dp=2,ep=2"),
     ("mixtral", "cp=2,tp=2,moe_dp=2"),
+    ("qwen2_moe", "attn_dp=2,tp=2,ep=4"),
+    ("glm4_moe", "attn_dp=4,ep=4,redundant_experts=3"),
+    ("qwen3_moe", "attn_dp=3,tp=2,sp=true,moe_dp=3,ep=2,pp=2"),
+    ("mixtral", "attn_dp=2,cp=2,ep=2,moe_tp=2"),
 ]
 STEPS = [
     (RowShape(9), RowShape(11, choosing=None)),
@@ -66,28 +71,47 @@ PLANS = [
 def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
     routed: dict[str, list[Routed]] = defaultdict(list)
-    right = AllToAllExchange.counts
+    right = AllToAllWay.counts
 
-    def noted(self: AllToAllExchange, goes: Tensor) -> tuple[list[int], list[int]]:
+    def noted(self: AllToAllWay, goes: Tensor) -> tuple[list[int], list[int]]:
         send, receive = right(self, goes)
         routed[threading.current_thread().name].append(Routed(sum(send), send[self._copy.rank], sum(receive)))
         return send, receive
 
-    monkeypatch.setattr(AllToAllExchange, "counts", noted)
+    monkeypatch.setattr(AllToAllWay, "counts", noted)
     model, layout = tiny(family), Layout.parse(f"{text},dispatch={dispatch}")
     assert layout.check(model.spec) == []
-    found = counted(model, layout, PLANS)
+    plans, shapes = in_lanes(layout.attn_dp)
+    found = counted(model, layout, plans)
     assert bool(routed) == (dispatch == "a2a")
-    assert found == [expected(model, layout, rank, routed[f"rank {rank} of {layout}"]) for rank in range(layout.world)]
+    assert found == [expected(model, layout, rank, shapes, routed[f"rank {rank} of {layout}"]) for rank in range(layout.world)]
 
 
-def expected(model: TinyModel, layout: Layout, rank: int, routed: list[Routed]) -> Counted:
+def in_lanes(lanes: int) -> tuple[list[StepPlan], list[tuple[RowShape, ...]]]:
+    """The plans with their sequences dealt over lanes, some of which are idle then in some steps; and what they are to run."""
+    plans = [
+        plan.model_copy(
+            update={
+                "started": [begin.model_copy(update={"lane": begin.sequence_id % lanes}) for begin in plan.started],
+                "rows": [row.model_copy(update={"lane": row.sequence_id % lanes}) for row in plan.rows],
+            }
+        )
+        for plan in PLANS
+    ]
+    shapes = [
+        tuple(replace(shape, lane=row.lane) for shape, row in zip(rows, plan.rows, strict=True))
+        for rows, plan in zip(STEPS, plans, strict=True)
+    ]
+    return plans, shapes
+
+
+def expected(model: TinyModel, layout: Layout, rank: int, shapes: list[tuple[RowShape, ...]], routed: list[Routed]) -> Counted:
     """What one rank counts; `routed` are its layers, step after step."""
     entries = []
     at = coords(layout, rank)
-    for rows in STEPS:
+    for rows in shapes:
         step = StepShape(rows, "float32", block_size=4)
-        layers = Travels(model.spec, layout, at, shard(model.spec, layout, at), step).num_layers
+        layers = Travels(model.spec, layout, at, shard(model.spec, layout, at), step).num_calls
         entries += rank_traffic(model.spec, layout, rank, step, [routed.pop(0) for _ in range(layers)] if routed else None)
     assert routed == []
     return {axis: counters(entries, axis) for axis in talking_axes(model.spec) if len(groups(layout, axis)[0]) > 1}

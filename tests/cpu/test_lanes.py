@@ -23,9 +23,19 @@ torch.set_num_threads(1)
 PROMPT = [5, 17, 99, 3, 42, 8, 77, 1, 64]
 
 
-@pytest.mark.parametrize("layout", ["attn_dp=4", "attn_dp=4,pp=2", "attn_dp=4,tp=2,sp=true"])
-def test_one_request_in_one_lane_of_four_is_answered_while_the_others_idle(layout: str) -> None:
-    model, start = tiny("llama2"), {"tokens": PROMPT, "prompt_length": len(PROMPT)}
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama2", "attn_dp=4"),
+        ("llama2", "attn_dp=4,pp=2"),
+        ("llama2", "attn_dp=4,tp=2,sp=true"),
+        ("mixtral", "attn_dp=4,ep=4,dispatch=a2a"),
+        ("glm4_moe", "attn_dp=4,tp=2,ep=4,dispatch=gather"),
+        ("qwen2_moe", "attn_dp=4,pp=2,ep=2,redundant_experts=3"),
+    ],
+)
+def test_one_request_in_one_lane_of_four_is_answered_while_the_others_idle(family: str, layout: str) -> None:
+    model, start = tiny(family), {"tokens": PROMPT, "prompt_length": len(PROMPT)}
     ranks = ThreadRanks(rank_config(model, Layout.parse(layout), block_size=4), num_blocks=8)
     begin = SequenceStart(sequence_id=0, lane=2, sampling=SamplingParams(temperature=0.0), **start)
     row = Row(sequence_id=0, lane=2, start=0, count=len(PROMPT), new_blocks=[5, 1, 6, 2], sample=True)
@@ -71,8 +81,9 @@ def test_a_lane_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.Monk
     assert verify(tiny("llama2"), "tp=2", [19, 9], kinds=["decode"]).verdict == "rounding"
 
 
-def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank() -> None:
-    model, work = tiny("llama3", num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
+@pytest.mark.parametrize(("family", "layout"), [("llama3", "attn_dp=4"), ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2")])
+def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank(family: str, layout: str) -> None:
+    model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
     aborted = {request.request_id for request in random.Random(9).sample(work, 60)}
     config = EngineConfig(
         block_size=4, num_blocks=24, max_model_len=96, max_batch_tokens=64, max_sequences=16, max_waiting_requests=500
@@ -88,7 +99,7 @@ def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank() -> N
         assert stats.free_blocks + stats.cached_blocks == stats.total_blocks, "blocks did not come back"
         return done, (stats.running, stats.waiting, stats.total_blocks)
 
-    found, left = run("attn_dp=4", config, aborted)
+    found, left = run(layout, config, aborted)
     expected, _ = run("", config.model_copy(update={"num_blocks": 400}), set())
     assert left == (0, 0, 4 * 24)
     for name, event in found.items():

@@ -1,4 +1,4 @@
-"""The rules of lanes and expert axes, as they are once those are built."""
+"""The rules of lanes and expert axes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ DENSE = ModelSpec(
 )
 EXPERTS = MoESpec(num_experts=10, top_k=2, expert_size=12, layers=(1, 2, 3))
 SPARSE = DENSE.model_copy(update={"moe": EXPERTS})
-
-
-@pytest.fixture(autouse=True)
-def everything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "BUILT", tuple(Layout.model_fields))
 
 
 def nodes(*slots: int) -> ClusterSpec:
@@ -138,11 +133,3 @@ def test_legal_means_the_grids_agree_and_nobody_is_without_an_expert(layout: Lay
     served = layout.ep <= EXPERTS.num_experts + layout.redundant_experts and layout.redundant_experts <= most
     fits = layout.tp <= 8 and layout.pp <= 4
     assert (not broken) == (fills and served and fits and layout.moe_tp <= EXPERTS.expert_size)
-
-
-def test_lanes_and_copies_are_refused_until_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for text in ("attn_dp=2", "attn_dp=2,ep=2", "tp=2,ep=2,redundant_experts=1"):
-        violations = Layout.parse(text).check(SPARSE)
-        assert any("is not built yet" in violation.message for violation in violations)
-        assert all(Layout.parse(other).check(SPARSE) == [] for violation in violations for other in violation.suggestions)

@@ -47,7 +47,7 @@ def test_every_token_is_handed_in_by_exactly_one_rank(new_lens: list[int], cp: i
         handed += of_group
         counts += [len(hand) for hand in deal(len(of_group), tp)]
     assert sorted(handed) == [(row, at) for row, count in enumerate(new_lens) for at in range(count)]
-    assert counts == expert_tokens.handed_in(new_lens, Layout(cp=cp, tp=tp))
+    assert counts == expert_tokens.handed_in([new_lens], Layout(cp=cp, tp=tp))
 
 
 @settings(deadline=None, max_examples=100)
@@ -57,7 +57,7 @@ def test_without_common_rows_own_tokens_are_those_of_the_region(new_lens: list[i
     runs = [sum(len(span) for count in split for span in spans(0, count, cp, rank)) for rank in range(cp)]
     assert expert_tokens.of_tp_groups(split, cp) == runs
     assert sum(runs) == sum(split)
-    assert expert_tokens.handed_in(split, Layout(cp=cp, tp=tp)) == [len(hand) for run in runs for hand in deal(run, tp)]
+    assert expert_tokens.handed_in([split], Layout(cp=cp, tp=tp)) == [len(hand) for run in runs for hand in deal(run, tp)]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_without_common_rows_own_tokens_are_those_of_the_region(new_lens: list[i
     ],
 )
 def test_the_mode_follows_from_the_tokens(text: str, tokens: int, mode: str) -> None:
-    assert expert_modes.mode(model(16), Layout.parse(text), [tokens], 2) == mode
+    assert expert_modes.mode(model(16), Layout.parse(text), [[tokens]], 2) == mode
 
 
 def test_the_mode_changes_once_as_tokens_grow() -> None:
     layout, spec = Layout(cp=4, tp=2, ep=8), model(64, top_k=4)
-    modes = [expert_modes.mode(spec, layout, [2**power], 2) for power in range(20)]
+    modes = [expert_modes.mode(spec, layout, [[2**power]], 2) for power in range(20)]
     assert modes == sorted(modes, reverse=True)
     assert set(modes) == {"gather", "a2a"}
 
@@ -167,6 +167,6 @@ def test_rows_sent_do_not_grow_with_tp() -> None:
 
 
 def test_starts_of_own_tokens_are_in_rank_order() -> None:
-    handed = expert_tokens.handed_in([1, 12], Layout(cp=2, tp=2))
+    handed = expert_tokens.handed_in([[1, 12]], Layout(cp=2, tp=2))
     assert handed == [4, 3, 3, 3]
     assert list(accumulate(expert_tokens.of_copy(handed, Layout(cp=2, tp=2, moe_dp=2), 1))) == [3, 6]

@@ -7,7 +7,7 @@ The path of a step where all of a copy's tokens are on all of its ranks (mode ``
                        ┌───────────────────────┬──────────────────────────────────────┤
                     router                  experts                             shared expert
                (whole, fp32)     (own ones, own columns of them)        (own columns, its gate whole)
-                       │  weights, ids         │ partial [T, h]                       │ partial [T, h]
+                       │  weights, slots        │ partial [T, h]                       │ partial [T, h]
                        └──────────────────→    └───────────── + ──────────────────────┘
                                                               │
                         residual + ←── [T, h], or own tokens ←── region.sum (once, for both)
@@ -17,13 +17,11 @@ So there a layer with experts says on the wire what a dense one says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor, nn
 
 from actors.model.layers import linear
 from actors.model.moe.experts import Experts, Gated
+from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
 from actors.model.regions import Region
 from actors.model.step import Step
@@ -32,25 +30,22 @@ from actors.model.step import Step
 class MixtureOfExperts(nn.Module):
     """A router and the experts of this rank."""
 
-    def __init__(self, router: Router, experts: Experts, held: Sequence[int], num_experts: int) -> None:
-        """`held`: the expert in each slot of `experts`, of `num_experts` in all."""
+    def __init__(self, router: Router, experts: Experts, homes: Homes) -> None:
         super().__init__()
-        self.router, self.experts = router, experts
-        slots = torch.full((num_experts,), experts.absent, device=experts.down.device)
-        slots[torch.tensor(held, device=slots.device)] = torch.arange(len(held), device=slots.device)
-        self._slots = slots
+        self.router, self.experts, self.homes = router, experts, homes
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
         return step.exchange.through(self, x, step.region)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """See `Mixture`."""
-        return self.router(x)  # type: ignore[no-any-return]
+        weights, experts = self.router(x)
+        return weights, self.homes.slots(experts, first)
 
-    def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
-        return self.experts(x, weights, self._slots[experts])  # type: ignore[no-any-return]
+        return self.experts(x, weights, self.homes.here(slots))  # type: ignore[no-any-return]
 
     def partial(self, x: Tensor) -> Tensor:
         """See `Mixture`."""
@@ -88,8 +83,8 @@ class GatedSharedExpert(SharedExpert):
 class MixtureWithShared(MixtureOfExperts):
     """`MixtureOfExperts` with a shared expert, split over tp: its part is added before a sum over tp, where there is one."""
 
-    def __init__(self, router: Router, experts: Experts, held: Sequence[int], num_experts: int, shared: SharedExpert) -> None:
-        super().__init__(router, experts, held, num_experts)
+    def __init__(self, router: Router, experts: Experts, homes: Homes, shared: SharedExpert) -> None:
+        super().__init__(router, experts, homes)
         self.shared = shared
 
     def partial(self, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from actors.model.layers import ACTIVATIONS
 from actors.model.moe.block import GatedSharedExpert, MixtureOfExperts, MixtureWithShared, SharedExpert
 from actors.model.moe.experts import Experts, Gated, clamped_swiglu, gated_by
+from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
@@ -17,6 +18,7 @@ from placement.shards import Shard
 
 def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:
     """The layer part called `at`; a bias that has no row in `table` is one the model, or this rank, has not."""
+    assert own.expert_map is not None
     gated = gated_by(ACTIVATIONS[spec.activation])
     routed = gated if moe.swiglu_limit is None else clamped_swiglu(moe.swiglu_limit, moe.swiglu_alpha)
     router = Router(moe, table[f"{at}.router.weight"], table.get(f"{at}.router.bias"), table.get(f"{at}.router.choice_bias"))
@@ -27,7 +29,8 @@ def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Pa
         table.get(f"{at}.experts.gate_up_bias"),
         table.get(f"{at}.experts.down_bias"),
     )
-    parts = (router, experts, own.experts, moe.num_experts)
+    homes = Homes(own.expert_map.holders[0], own.expert_slots, router.weight.device)
+    parts = (router, experts, homes)
     return MixtureWithShared(*parts, _shared(table, f"{at}.shared", gated)) if moe.shared_size else MixtureOfExperts(*parts)
 
 

@@ -5,15 +5,16 @@ Four ranks, ``tp=2, cp=2`` (two tp groups) and ``ep=4``, in mode ``a2a``; token 
                   rank 0          rank 1          rank 2          rank 3
     runs          a b             a b             c d             c d          a tp group runs the same tokens
     own           a               b               c               d            `tokens.py`: each is of one rank
-    router        a → 0, 3        b → 1           c → 1, 2        d → 0        ids and weights, fp32
+    router        a → 0, 3        b → 1           c → 1, 2        d → 0        slots and weights, fp32
     counts        ── all_to_all: how many tokens each rank sends to each; only the routers know ──
-    rows          ── all_to_all: a token once to each rank that has experts of it, its ids and weights beside it ──
+    rows          ── all_to_all: a token once to each rank that has experts of it, its slots and weights beside it ──
     experts       a d             b c             c               a            own experts, own columns: partial sums
     results       ── all_to_all: the way back ──
     own           a0 + a3         b1              c1 + c2         d0           added up in rank order, in fp32
     join          a b             a b             c d             c d          all_gather over tp
 
-With ``moe_tp > 1`` a token goes to all ranks that hold columns of its experts. In mode ``gather`` all own tokens go to all
+With ``moe_tp > 1`` a token goes to all ranks that hold columns of its experts. A rank whose lane has no rows in the step runs
+its experts for the others all the same, with no token of its own. In mode ``gather`` all own tokens go to all
 ranks of the copy, which route them alike and run what is theirs, and a reduce_scatter adds up the results where the tokens
 came from. In mode ``sum`` the tp group is the copy: everything is on every rank, so only results are added up.
 
@@ -36,13 +37,16 @@ _WEIGHT_BYTES = 4
 
 
 class Mixture(Protocol):
-    """What an exchange asks of a layer with experts."""
+    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy (`placement.experts`)."""
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> weights [tokens, top_k] fp32 and experts [tokens, top_k]."""
+    def route(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] -> weights [tokens, top_k] fp32 and slots [tokens, top_k].
 
-    def run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """This rank's part of the routed sum [tokens, hidden]: its experts, its columns of them."""
+        `first`: number of the first of these tokens among those of the copy, by which the copies of an expert take turns.
+        """
+
+    def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        """This rank's part of the routed sum [tokens, hidden]: its slots, its columns of them."""
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of everything, where `x` [tokens, hidden] is on every rank of the tp group."""
@@ -57,43 +61,76 @@ class Exchange(Protocol):
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
 
+    def serve(self, mixture: Mixture, none: Tensor) -> None:
+        """Run this rank's experts for the others of its copy, of which it has no tokens itself: `none` is [0, hidden]."""
+
+
+class Way(Protocol):
+    """From a rank's own tokens to their routed sums, by way of the ranks of the copy."""
+
+    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+        """[own, hidden] -> [own, hidden]. A collective of the copy."""
+
 
 class SumExchange:
-    """Every rank of the copy holds all its tokens."""
+    """Every rank of the copy holds all its tokens. One that has none is in a copy that has none."""
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
         return region.sum(mixture.partial(region.gather(x)))
 
+    def serve(self, mixture: Mixture, none: Tensor) -> None:
+        """Nothing."""
 
-class GatherExchange:
-    """All own tokens of the copy to every rank of it; `sizes` are those of each."""
 
-    def __init__(self, own: OwnTokens, copy: Group, sizes: Sequence[int]) -> None:
-        self._own, self._copy, self._sizes = own, copy, sizes
+class TravellingExchange:
+    """Tokens go to experts, each from the rank whose own it is."""
+
+    def __init__(self, own: OwnTokens, way: Way) -> None:
+        self._own, self._way = own, way
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        tokens = self._copy.all_gather(self._own.take(x, region), self._sizes)
-        routed = self._copy.reduce_scatter(mixture.run(tokens, *mixture.route(tokens)), self._sizes)
+        routed = self._way.go(mixture, self._own.take(x, region))
         return mixture.complete(self._own.join(routed, region), x, region)
 
+    def serve(self, mixture: Mixture, none: Tensor) -> None:
+        self._way.go(mixture, none)
 
-class AllToAllExchange:
+
+class NoWay:
+    """That of a copy without tokens in the step: nobody says anything."""
+
+    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+        return own
+
+
+class GatherWay:
+    """All own tokens of the copy to every rank of it; `sizes` are those of each."""
+
+    def __init__(self, copy: Group, sizes: Sequence[int]) -> None:
+        self._copy, self._sizes = copy, sizes
+
+    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+        tokens = self._copy.all_gather(own, self._sizes)
+        return self._copy.reduce_scatter(mixture.run(tokens, *mixture.route(tokens)), self._sizes)
+
+
+class AllToAllWay:
     """A token once to each rank that has something of its experts."""
 
-    def __init__(self, own: OwnTokens, copy: Group, homes: Tensor, moe_tp: int) -> None:
-        """`homes` [num_experts] int64: the ep rank of each expert; ep rank i is `moe_tp` ranks of `copy`, in order."""
-        self._own, self._copy, self._homes, self._moe_tp = own, copy, homes, moe_tp
+    def __init__(self, copy: Group, sizes: Sequence[int], ends: Tensor, moe_tp: int) -> None:
+        """`ends` [ep] int64: one past the last slot of each ep rank; ep rank i is `moe_tp` ranks of `copy`, in order."""
+        self._copy, self._ends, self._moe_tp = copy, ends, moe_tp
+        self._first = sum(sizes[: copy.rank])
 
-    def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        own = self._own.take(x, region)
-        weights, experts = mixture.route(own)
-        goes = self._destinations(experts)
+    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+        weights, slots = mixture.route(own, self._first)
+        goes = self._destinations(slots)
         send, receive = self.counts(goes)
         token = _sorted_by_rank(goes)[: sum(send)]
-        arrived = self._copy.all_to_all(_pack(own, weights, experts)[token], send, receive)
+        arrived = self._copy.all_to_all(_pack(own, weights, slots)[token], send, receive)
         parts = mixture.run(*_unpack(arrived, own, weights.shape[1]))
         back = self._copy.all_to_all(parts, receive, send)
-        return mixture.complete(self._own.join(_added_up(back, token, send, own), region), x, region)
+        return _added_up(back, token, send, own)
 
     def counts(self, goes: Tensor) -> tuple[list[int], list[int]]:
         """Rows that this rank sends to each rank of the copy, and receives from each."""
@@ -102,11 +139,10 @@ class AllToAllExchange:
         send_list, receive = torch.stack((send, self._copy.all_to_all(send, ones, ones))).tolist()
         return send_list, receive
 
-    def _destinations(self, experts: Tensor) -> Tensor:
+    def _destinations(self, slots: Tensor) -> Tensor:
         """[tokens, ranks of the copy]: whether a token goes there."""
-        num_homes = self._copy.size // self._moe_tp
-        at_home = torch.zeros(experts.shape[0], num_homes, dtype=torch.bool, device=experts.device)
-        at_home.scatter_(1, self._homes[experts], True)
+        at_home = torch.zeros(slots.shape[0], len(self._ends), dtype=torch.bool, device=slots.device)
+        at_home.scatter_(1, torch.bucketize(slots, self._ends, right=True), True)
         return at_home.repeat_interleave(self._moe_tp, 1)
 
 
@@ -117,17 +153,17 @@ def _sorted_by_rank(goes: Tensor) -> Tensor:
     return torch.arange(tokens, device=goes.device).repeat(ranks)[order]
 
 
-def _pack(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """[tokens, bytes] uint8: hidden states, weights (fp32) and ids (int32), so that one message carries all."""
-    parts = (x, weights, experts.to(torch.int32))
+def _pack(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """[tokens, bytes] uint8: hidden states, weights (fp32) and slots (int32), so that one message carries all."""
+    parts = (x, weights, slots.to(torch.int32))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
 
 
 def _unpack(rows: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `_pack`; hidden states are like those of `like`."""
     sizes = [like.shape[1] * like.itemsize, _WEIGHT_BYTES * top_k, _WEIGHT_BYTES * top_k]
-    x, weights, experts = (part.clone(memory_format=torch.contiguous_format) for part in torch.split(rows, sizes, 1))
-    return x.view(like.dtype), weights.view(torch.float32), experts.view(torch.int32).to(torch.int64)
+    x, weights, slots = (part.clone(memory_format=torch.contiguous_format) for part in torch.split(rows, sizes, 1))
+    return x.view(like.dtype), weights.view(torch.float32), slots.view(torch.int32).to(torch.int64)
 
 
 def _added_up(back: Tensor, token: Tensor, send: Sequence[int], like: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 
 from actors.model.group import Group
-from actors.model.moe.exchange import AllToAllExchange, Exchange, GatherExchange, SumExchange
+from actors.model.moe.exchange import AllToAllWay, Exchange, GatherWay, NoWay, SumExchange, TravellingExchange, Way
 from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
 from placement import expert_modes, expert_tokens, mesh
+from placement.expert_modes import Mode
+from placement.expert_tokens import Lanes
 from placement.experts import map_of
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
@@ -19,14 +21,14 @@ from placement.model_spec import ModelSpec
 class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
-    def of(self, new_lens: Sequence[int]) -> Exchange:
-        """The one of a step whose rows have `new_lens` new tokens."""
+    def of(self, lanes: Lanes) -> Exchange:
+        """The one of a step whose rows have so many new tokens in each lane."""
 
 
 class OnlySums:
     """For models without experts, and ranks that all hold all tokens."""
 
-    def of(self, new_lens: Sequence[int]) -> Exchange:
+    def of(self, lanes: Lanes) -> Exchange:
         return SumExchange()
 
 
@@ -46,20 +48,23 @@ class ExchangesByRule:
         assert spec.moe is not None
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
+        self._lane = mesh.coords(layout, world_rank).attn_dp
         self._copy = mesh.moe_coords(layout, world_rank).moe_dp
-        placed = map_of(spec.moe, layout)
-        homes = [placed.rank_of(slots[0]) for slots in placed.holders[0]]
-        self._homes = torch.tensor(homes, dtype=torch.int64, device=device)
+        self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
-    def of(self, new_lens: Sequence[int]) -> Exchange:
-        mode = expert_modes.mode(self._spec, self._layout, new_lens, self._element_bytes)
+    def of(self, lanes: Lanes) -> Exchange:
+        mode = expert_modes.mode(self._spec, self._layout, lanes, self._element_bytes)
         if mode == "sum":
             return SumExchange()
-        own = self._own(new_lens)
-        if mode == "a2a":
-            return AllToAllExchange(own, self._moe, self._homes, self._layout.moe_tp)
-        handed = expert_tokens.handed_in(new_lens, self._layout)
-        return GatherExchange(own, self._moe, expert_tokens.of_copy(handed, self._layout, self._copy))
+        handed = expert_tokens.of_copy(expert_tokens.handed_in(lanes, self._layout), self._layout, self._copy)
+        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, handed))
+
+    def _way(self, mode: Mode, handed: Sequence[int]) -> Way:
+        if not any(handed):
+            return NoWay()
+        if mode == "gather":
+            return GatherWay(self._moe, handed)
+        return AllToAllWay(self._moe, handed, self._ends, self._layout.moe_tp)
 
     def _own(self, new_lens: Sequence[int]) -> OwnTokens:
         if expert_tokens.num_common(new_lens, self._cp.size):

@@ -1,0 +1,46 @@
+"""Which slot runs each expert of each token in one layer, and which of the slots are here (`placement.experts`).
+
+Ten experts and two redundant ones in three slots on each of four ranks; this is rank 3::
+
+    slots      0 1 2 | 3 4 5 | 6 7 8 | 9 10 11        holders of expert 0: 0, 9      turns 2
+    experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         turns 1
+                                       └ own
+
+Tokens take turns between the copies of an expert by their number among those of the copy's step, which every rank finds in the
+plan. Copies are equal, so a token's result does not depend on its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Homes:
+    """The map of one layer as tensors, seen from one rank."""
+
+    def __init__(self, holders: Sequence[Sequence[int]], own: range, device: torch.device) -> None:
+        """`holders`: the slots of each expert (`ExpertMap.holders`); `own`: the slots of this rank."""
+        self._own, self._device = own, device
+        self.change(holders)
+
+    def change(self, holders: Sequence[Sequence[int]]) -> None:
+        """Follow another map from now on."""
+        most = max(map(len, holders))
+        table = [[*slots, *[slots[0]] * (most - len(slots))] for slots in holders]
+        self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
+        self._turns = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
+
+    def slots(self, experts: Tensor, first: int) -> Tensor:
+        """[tokens, top_k]: the slot that runs each; `first` is the number of the first token."""
+        if self._table.shape[1] == 1:
+            return self._table[experts, 0]
+        token = torch.arange(first, first + len(experts), device=self._device)[:, None]
+        return self._table[experts, token % self._turns[experts]]
+
+    def here(self, slots: Tensor) -> Tensor:
+        """Own slots counted from 0; those of other ranks are one past the last."""
+        own = slots - self._own.start
+        return torch.where((own >= 0) & (own < len(self._own)), own, len(self._own))
