@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from placement.expert_tokens import Lanes
+
 _Value = TypeVar("_Value")
 
 
@@ -45,7 +47,7 @@ class Batch:
     """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
     new_lens: list[int] = field(default_factory=list)
     """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
-    lanes: list[list[int]] = field(default_factory=list)
+    lanes: Lanes = field(default_factory=list)
     """`new_lens` of every lane (attn_dp), of which this batch is one; not given: there is no other."""
 
     def __post_init__(self) -> None:
