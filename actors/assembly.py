@@ -30,6 +30,7 @@ from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
 from actors.model.latent.local import choose_latent
 from actors.model.moe.exchanges import exchanges
+from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
@@ -62,6 +63,7 @@ class Parts:
     sampler: Sampler
     pipeline: Pipeline
     runner: StepRunner
+    experts: ExpertKeeper | NoExperts
 
 
 def own_shard(config: RankConfig) -> Shard:
@@ -91,8 +93,15 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     place = Place.of(config.layout, mesh.coords(config.layout, config.world_rank), config.block_size)
-    runner = Runner(decoder, cache, pipeline, sampler, groups["cp"], place)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner)
+    experts = _experts(config, own, groups, decoder)
+    runner = Runner(decoder, cache, pipeline, sampler, groups["cp"], place, experts)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts)
+
+
+def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertKeeper | NoExperts:
+    if own.expert_map is None:
+        return NoExperts()
+    return ExpertKeeper(decoder.mixtures, groups["moe"], own.expert_map, config.layout.moe_tp, config.world_rank)
 
 
 def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:

@@ -2,6 +2,7 @@
 
     ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank
     ingress ←─── TokenEvents ───── engine ←─ StepResult ─ the leader of each lane (joined: `actors.engine.joining`)
+                                   engine ←─ ExpertReport ─ every rank with experts, where a plan asks for it
 
 Tokens inside, text at the edge: nothing here is a string of the conversation.
 """
@@ -153,10 +154,24 @@ class Row(Message):
     """Sample the token that follows the last one run."""
 
 
+class ExpertMove(Message):
+    """The experts of one layer go to other slots (`placement.experts`), on every rank before the rows of the same plan.
+
+    `experts`: the one in every slot from then on; `transfers`: (slot it comes from, slot it goes to), as the slots were before.
+    """
+
+    layer: int
+    experts: list[int]
+    transfers: list[tuple[int, int]]
+
+
 class StepPlan(Message):
-    """What every rank does next. Applied in this order: `ended`, `started`, `rows`."""
+    """What every rank does next. Applied in this order: `moves`, `ended`, `started`, `rows`."""
 
     step: int
+    moves: list[ExpertMove] = Field(default_factory=list)
+    asks_experts: bool = False
+    """Whether ranks with experts tell what these did (`ExpertReport`), after the step."""
     settled: int = -1
     """The newest step whose result has reached the engine; tokens of steps up to it wait at every stage to be taken."""
     ended: list[int] = Field(default_factory=list)
@@ -172,6 +187,29 @@ class StepPlan(Message):
         """What concerns the ranks of one lane. Ended sequences are named to all: names are unique across lanes."""
         started = [start for start in self.started if start.lane == lane]
         return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.lane == lane]})
+
+
+class LayerReport(Message):
+    """What the experts of one layer did on one rank: tokens by expert, seconds of their maths and of the way back, which
+    include those of waiting for slower ranks."""
+
+    layer: int
+    tokens: list[int]
+    expert_s: float
+    combine_s: float
+
+
+class ExpertReport(Message):
+    """What a rank's experts did since its last report, up to `step`; bytes are those it sent to other ranks."""
+
+    world_rank: int
+    step: int
+    layers: list[LayerReport]
+    sent_bytes: int
+    """Of tokens on their way to experts and back."""
+    moved_bytes: int
+    """Of experts that went to other ranks."""
+    move_s: float
 
 
 class Sampled(Message):

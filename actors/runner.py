@@ -22,6 +22,7 @@ from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.kv_cache import KVCache
+from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
 from placement.context import Place, is_split, restored_order
@@ -66,11 +67,13 @@ class Runner:
         sampler: Sampler,
         context: Group | None = None,
         place: Place | None = None,
+        experts: ExpertKeeper | NoExperts | None = None,
     ) -> None:
-        """`context` and `place`: not given, this rank has every position to itself."""
+        """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
         self._decoder, self._cache, self._pipeline, self._sampler = decoder, cache, pipeline, sampler
         self._context = context or SoloGroup("cp")
         self._place = place or Place(cache.block_size)
+        self._experts = experts or NoExperts()
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
@@ -78,6 +81,7 @@ class Runner:
         """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
         mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
+        self._experts.move(plan.moves)
         self._apply(mine)
         result = self._run(mine, lanes)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)

@@ -25,11 +25,14 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     tells_time = layout.pp > 1 and at.cp == at.tp == 0
     try:
         while True:
-            result = parts.runner.step(_next_plan(link))
+            plan = _next_plan(link)
+            result = parts.runner.step(plan)
             if tells_time:
                 link.send_busy(at.attn_dp * layout.pp + at.pp, parts.pipeline.busy_s)
             if answers and result is not None:
                 link.send_result(result)
+            if plan.asks_experts and (report := parts.experts.report(plan.step)) is not None:
+                link.send_experts(report)
             stepped()
     except LinkClosed:
         return

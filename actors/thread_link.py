@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import StepPlan, StepResult
+from actors.messages import ExpertReport, StepPlan, StepResult
 
 
 class ThreadLink:
@@ -23,10 +24,11 @@ class ThreadLink:
         self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
         self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
+        self.reports: deque[ExpertReport] = deque()
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
         """The end of one rank."""
-        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self.busy_s)
+        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self.busy_s, self.reports)
 
     def send(self, plan: StepPlan) -> None:
         for plans in self._plans:
@@ -60,8 +62,10 @@ class ThreadLinkEnd:
         plans: queue.SimpleQueue[StepPlan | None],
         answers: queue.SimpleQueue[tuple[int, StepResult] | str],
         busy_s: dict[int, float],
+        reports: deque[ExpertReport],
     ) -> None:
         self._world_rank, self._plans, self._answers, self._busy_s = world_rank, plans, answers, busy_s
+        self._reports = reports
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
         try:
@@ -77,6 +81,9 @@ class ThreadLinkEnd:
 
     def send_busy(self, stage: int, seconds: float) -> None:
         self._busy_s[stage] = seconds
+
+    def send_experts(self, report: ExpertReport) -> None:
+        self._reports.append(report)
 
     def send_failure(self, reason: str) -> None:
         self._answers.put(f"rank {self._world_rank} failed: {reason}")

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -18,7 +19,7 @@ import torch
 from actors.assembly import Parts, load_decoder, put_together
 from actors.config import RankConfig
 from actors.engine.link import PlanLink
-from actors.messages import StepPlan, StepResult
+from actors.messages import ExpertReport, StepPlan, StepResult
 from actors.model.group import Group
 from actors.model.groups.base import DEFAULT_TIMEOUT_S
 from actors.model.groups.solo import SoloGroup
@@ -54,6 +55,11 @@ class ThreadRanks:
     def busy_s(self) -> Mapping[int, float]:
         """See `RankLink.busy_s`."""
         return self._link.busy_s
+
+    @property
+    def reports(self) -> deque[ExpertReport]:
+        """See `RankLink.reports`."""
+        return self._link.reports
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Several may be in flight."""

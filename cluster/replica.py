@@ -113,8 +113,7 @@ class Replica:
 
     def gauges(self) -> tuple[str, dict[str, float]]:
         """This replica's name, and the numbers of its engine."""
-        numbers = self.engine.stats().model_dump()
-        return self._name, {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))}
+        return self._name, self.engine.stats().gauges()
 
     def check_health(self) -> None:
         """Serve's own probe: fails only when this process cannot mend itself."""

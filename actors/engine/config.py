@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from actors.engine.balancing import Balancing
 from placement.model_spec import RopeSpec
 
 Positive = Annotated[int, Field(ge=1)]
@@ -56,6 +57,8 @@ class EngineConfig(BaseModel):
     """A step that takes longer means that the ranks are lost."""
     rope: RopeSpec = RopeSpec()
     """The model's: whether prompts of unlike length may share cached keys depends on it."""
+    experts: Balancing | None = None
+    """How experts are balanced while serving; None: they stay where they are."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
 

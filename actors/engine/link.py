@@ -5,10 +5,11 @@ The engine's thread is the only user of its end; a rank's step loop is the only 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from actors.messages import StepPlan, StepResult
+from actors.messages import ExpertReport, StepPlan, StepResult
 
 
 class LinkError(RuntimeError):
@@ -35,6 +36,9 @@ class PlanLink(Protocol):
     def send_busy(self, stage: int, seconds: float) -> None:
         """Tell how long this rank's stage has been busy so far (one rank a stage; the stages of lane after lane)."""
 
+    def send_experts(self, report: ExpertReport) -> None:
+        """Tell what this rank's experts did, where a plan asked for it."""
+
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on."""
 
@@ -48,6 +52,10 @@ class RankLink(Protocol):
     @property
     def busy_s(self) -> Mapping[int, float]:
         """Seconds each pipeline stage has told it was busy so far; a single stage tells nothing."""
+
+    @property
+    def reports(self) -> deque[ExpertReport]:
+        """What ranks told of their experts, oldest first; whoever reads it takes it out."""
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from actors.engine.balancing import ExpertBalancer
 from actors.engine.bubble import BubbleMeter
 from actors.engine.config import EngineConfig
 from actors.engine.deliveries import Deliver, Deliveries
@@ -50,6 +51,7 @@ class StepLoop:
         self._link = link
         self._clock = clock
         self._scheduler = Scheduler(config)
+        self._balancer = ExpertBalancer(config.experts) if config.experts is not None else None
         self._deliveries = Deliveries(flush)
         self._changed = threading.Condition()
         """Guards the inbox, the cancellations, `ended` and the step times."""
@@ -156,6 +158,7 @@ class StepLoop:
                 stage_busy_seconds=self._meter.busy_s,
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
+                experts=None if self._balancer is None else self._balancer.stats(),
             )
 
     def _run(self) -> None:
@@ -174,6 +177,8 @@ class StepLoop:
             logger.exception("the engine failed")
             self.stop(f"the engine failed: {error!r}")
         finally:
+            if self._balancer is not None:
+                self._balancer.close()
             self._link.close()
 
     def _intake(self) -> bool:
@@ -198,6 +203,8 @@ class StepLoop:
             plan = self._scheduler.schedule(self._clock())
             if plan is None:
                 return
+            if self._balancer is not None:
+                plan = self._balancer.into(plan)
             self._in_flight.append((plan, self._clock()))
             self._meter.sent(self._in_flight[-1][1])
             self._link.send(plan)
@@ -207,6 +214,8 @@ class StepLoop:
         if result is None:
             return
         _, sent_at = self._in_flight.popleft()
+        while self._link.reports and self._balancer is not None:
+            self._balancer.take(self._link.reports.popleft())
         events = self._scheduler.update(result, self._clock())
         with self._changed:
             self._last_step_at = self._clock()

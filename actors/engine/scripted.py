@@ -10,11 +10,22 @@ from __future__ import annotations
 
 import itertools
 import queue
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult, TokenLogprob
+from actors.messages import (
+    ExpertReport,
+    PromptLogprobs,
+    Row,
+    Sampled,
+    SamplingParams,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 
 _PRIME = (1 << 61) - 1
 
@@ -171,6 +182,7 @@ class ScriptedLink:
         self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners, lanes)
         self.is_closed = False
         self.busy_s: dict[int, float] = {}
+        self.reports: deque[ExpertReport] = deque()
         self._before_step = before_step
         self._is_mute = False
         self._results: queue.SimpleQueue[bytes] = queue.SimpleQueue()

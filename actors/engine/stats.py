@@ -2,7 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import BaseModel, ConfigDict
+
+
+class ExpertStats(BaseModel):
+    """What experts did since the balancer last looked: by layer of `layers`, or by world rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: list[int]
+    top_tokens: list[int] = []
+    """Tokens of the expert that ran most, by layer."""
+    mean_tokens: list[float] = []
+    balancedness: list[float] = []
+    """Mean over maximum of the ranks' tokens, by layer: the part of their time that is used."""
+    sent_bytes: list[int] = []
+    """Of tokens on their way to experts and back, by rank."""
+    expert_s: list[float] = []
+    """Seconds of the experts' maths, by rank."""
+    combine_s: list[float] = []
+    """Seconds of the way back, waiting for slower ranks included, by rank."""
+    straggler_share: float = 0.0
+    """Part of the slowest rank's expert seconds that the ranks wait for it, in the mean over layers and ranks."""
+    moved_experts: int = 0
+    """Experts that went to other slots since the ranks started."""
+
+    def gauges(self) -> dict[str, float]:
+        """Each number under its name, with the layer or rank it is of."""
+        found = {"experts_straggler_share": self.straggler_share, "experts_moved": float(self.moved_experts)}
+        by_layer: dict[str, Iterable[float]] = {
+            "top_tokens": self.top_tokens,
+            "mean_tokens": self.mean_tokens,
+            "balancedness": self.balancedness,
+        }
+        by_rank: dict[str, Iterable[float]] = {
+            "sent_bytes": self.sent_bytes,
+            "expert_seconds": self.expert_s,
+            "combine_seconds": self.combine_s,
+        }
+        for name, values in by_layer.items():
+            found |= {f"experts_{name}:layer={layer}": float(value) for layer, value in zip(self.layers, values, strict=False)}
+        for name, values in by_rank.items():
+            found |= {f"experts_{name}:rank={rank}": float(value) for rank, value in enumerate(values)}
+        return found
 
 
 class EngineStats(BaseModel):
@@ -42,3 +86,10 @@ class EngineStats(BaseModel):
     """Part of the latest steps' time that stages idled; None where there is one stage."""
     recent_step_s: tuple[float, ...]
     """Durations of the latest steps, oldest first."""
+    experts: ExpertStats | None = None
+    """None where experts are not balanced."""
+
+    def gauges(self) -> dict[str, float]:
+        """The numbers that are one number, and those of experts by layer and rank: ``experts_sent_bytes:rank=3``."""
+        plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
+        return plain | (self.experts.gauges() if self.experts is not None else {})

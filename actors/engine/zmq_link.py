@@ -5,6 +5,7 @@
       ─→ PLAN   StepPlan                 every rank, packed once
       ←─ RESULT StepResult               from the leader of each lane
       ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each lane), after each step
+      ←─ EXPERTS ExpertReport            from ranks with experts, where a plan asks for it
       ←─ FAILED text                     from any rank that cannot go on
       ─→ BYE                             every rank, when the engine closes
 
@@ -18,6 +19,7 @@ import hmac
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -27,9 +29,9 @@ from pydantic import ValidationError
 
 from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import Message, StepPlan, StepResult
+from actors.messages import ExpertReport, Message, StepPlan, StepResult
 
-HELLO, PLAN, RESULT, BUSY, FAILED, BYE = b"H", b"P", b"R", b"T", b"F", b"B"
+HELLO, PLAN, RESULT, BUSY, EXPERTS, FAILED, BYE = b"H", b"P", b"R", b"T", b"E", b"F", b"B"
 MAX_MESSAGE_BYTES = 1 << 28
 _M = TypeVar("_M", bound=Message)
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
@@ -75,6 +77,7 @@ class ZmqEngineLink:
         self.world = world
         self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
+        self.reports: deque[ExpertReport] = deque()
         self._token = token
         self._peers: dict[bytes, int] = {}
         """World rank of each peer that said a proper hello."""
@@ -134,6 +137,8 @@ class ZmqEngineLink:
         elif kind == BUSY:
             busy = _unpack(Busy, data, f"busy time of rank {self._peers[peer]}")
             self.busy_s[busy.stage] = busy.seconds
+        elif kind == EXPERTS:
+            self.reports.append(_unpack(ExpertReport, data, f"experts of rank {self._peers[peer]}"))
         elif kind == RESULT and self._peers[peer] in self._joiner:
             rank = self._peers[peer]
             return self._joiner.add(rank, _unpack(StepResult, data, f"result of rank {rank}"))
@@ -184,6 +189,9 @@ class ZmqRankLink:
 
     def send_busy(self, stage: int, seconds: float) -> None:
         self._send(BUSY, Busy(stage=stage, seconds=seconds).pack())
+
+    def send_experts(self, report: ExpertReport) -> None:
+        self._send(EXPERTS, report.pack())
 
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on; its `receive` raises `LinkError` with `reason` at once."""

@@ -75,7 +75,11 @@ class Decoder(nn.Module):
         self._leave = _all_tokens if own.last_stage else _own_tokens
         self._ropes = [make_rope(rope, spec.turned_dim, device) for rope in build.ropes]
         self._attention = attention
-        self._mixtures = [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MixtureOfExperts)]
+        self.mixtures = {
+            layer: built.mlp
+            for layer, built in zip(own.layers, self.layers.values(), strict=True)
+            if isinstance(built.mlp, MixtureOfExperts)
+        }
         self._none = torch.empty((0, spec.hidden_size), dtype=dtype, device=device)
 
     @torch.inference_mode()
@@ -97,7 +101,7 @@ class Decoder(nn.Module):
     def serve(self, lanes: Lanes) -> None:
         """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none."""
         exchange = self.exchanges.of(lanes)
-        for experts in self._mixtures:
+        for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
 
     @torch.inference_mode()

@@ -93,13 +93,18 @@ class Observation:
 
 
 def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]]) -> bytes:
-    """All metrics as Prometheus text, with the backend's gauges by replica."""
+    """All metrics as Prometheus text, with the backend's gauges by replica.
+
+    A gauge called ``name:label=value`` has that label besides.
+    """
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
     for replica, values in stats.items():
         for name, value in values.items():
-            name = "shardwright_engine_" + re.sub(r"\W", "_", name)
+            name, _, label = name.partition(":")
+            key, _, of = label.partition("=")
+            name, labels = "shardwright_engine_" + re.sub(r"\W", "_", name), {"replica": replica} | ({key: of} if key else {})
             if name not in gauges:
-                gauges[name] = Gauge(name, "As told by the engine", ("replica",), registry=registry)
-            gauges[name].labels(replica).set(value)
+                gauges[name] = Gauge(name, "As told by the engine", tuple(labels), registry=registry)
+            gauges[name].labels(**labels).set(value)
     return generate_latest(metrics.registry) + generate_latest(registry)

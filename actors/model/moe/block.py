@@ -23,6 +23,7 @@ from actors.model.layers import linear
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
+from actors.model.moe.tally import Tally
 from actors.model.regions import Region
 from actors.model.step import Step
 
@@ -33,6 +34,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, router: Router, experts: Experts, homes: Homes) -> None:
         super().__init__()
         self.router, self.experts, self.homes = router, experts, homes
+        self.tally = Tally(len(router.weight), router.weight.device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
@@ -45,7 +47,10 @@ class MixtureOfExperts(nn.Module):
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
-        return self.experts(x, weights, self.homes.here(slots))  # type: ignore[no-any-return]
+        with self.tally.experts.span():
+            partial, tokens = self.experts(x, weights, self.homes.here(slots))
+        self.tally.ran(self.homes.held, tokens)
+        return partial  # type: ignore[no-any-return]
 
     def partial(self, x: Tensor) -> Tensor:
         """See `Mixture`."""

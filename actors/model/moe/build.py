@@ -29,7 +29,7 @@ def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Pa
         table.get(f"{at}.experts.gate_up_bias"),
         table.get(f"{at}.experts.down_bias"),
     )
-    homes = Homes(own.expert_map.holders[0], own.expert_slots, router.weight.device)
+    homes = Homes(own.expert_map.experts[0], own.expert_slots, router.weight.device)
     parts = (router, experts, homes)
     return MixtureWithShared(*parts, _shared(table, f"{at}.shared", gated)) if moe.shared_size else MixtureOfExperts(*parts)
 

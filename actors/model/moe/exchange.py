@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from actors.model.group import Group
+from actors.model.moe.tally import Tally
 from actors.model.moe.tokens import OwnTokens
 from actors.model.regions import Region
 
@@ -38,6 +39,8 @@ _WEIGHT_BYTES = 4
 
 class Mixture(Protocol):
     """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy (`placement.experts`)."""
+
+    tally: Tally
 
     def route(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> weights [tokens, top_k] fp32 and slots [tokens, top_k].
@@ -76,7 +79,9 @@ class SumExchange:
     """Every rank of the copy holds all its tokens. One that has none is in a copy that has none."""
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        return region.sum(mixture.partial(region.gather(x)))
+        partial = mixture.partial(region.gather(x))
+        with mixture.tally.combine.span():
+            return region.sum(partial)
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
         """Nothing."""
@@ -111,7 +116,9 @@ class GatherWay:
 
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
         tokens = self._copy.all_gather(own, self._sizes)
-        return self._copy.reduce_scatter(mixture.run(tokens, *mixture.route(tokens)), self._sizes)
+        partial = mixture.run(tokens, *mixture.route(tokens))
+        with mixture.tally.combine.span():
+            return self._copy.reduce_scatter(partial, self._sizes)
 
 
 class AllToAllWay:
@@ -129,7 +136,8 @@ class AllToAllWay:
         token = _sorted_by_rank(goes)[: sum(send)]
         arrived = self._copy.all_to_all(_pack(own, weights, slots)[token], send, receive)
         parts = mixture.run(*_unpack(arrived, own, weights.shape[1]))
-        back = self._copy.all_to_all(parts, receive, send)
+        with mixture.tally.combine.span():
+            back = self._copy.all_to_all(parts, receive, send)
         return _added_up(back, token, send, own)
 
     def counts(self, goes: Tensor) -> tuple[list[int], list[int]]:

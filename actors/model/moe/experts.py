@@ -54,14 +54,33 @@ class Experts(nn.Module):
         self.absent = gate_up.shape[0]
         """Stands for the slot of an expert that is elsewhere."""
 
-    def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k]."""
+    def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Partial sums [tokens, hidden] in x's dtype, and how many tokens each slot ran [slots].
+
+        From `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k].
+        """
         flat = slots.flatten()
         order = flat.sort(stable=True).indices
-        ends = torch.bincount(flat, minlength=self.absent + 1)[: self.absent].cumsum(0)
+        counts = torch.bincount(flat, minlength=self.absent + 1)[: self.absent]
+        ends = counts.cumsum(0)
         here = order[: int(ends[-1])]
         rows = self._run(x[here // slots.shape[1]], flat[here], ends)
-        return _added_up(rows, here, weights).to(x.dtype)
+        return _added_up(rows, here, weights).to(x.dtype), counts
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the weights in one slot."""
+        return sum(weight[0].nbytes for weight in self.parameters())
+
+    def packed(self, slot: int) -> Tensor:
+        """The weights in a slot as bytes [slot_bytes] uint8: a copy."""
+        return torch.cat([weight[slot].reshape(-1).view(torch.uint8) for weight in self.parameters()])
+
+    def put(self, slot: int, packed: Tensor) -> None:
+        """The inverse of `packed`: fill a slot."""
+        parts = torch.split(packed, [weight[slot].nbytes for weight in self.parameters()])
+        for weight, part in zip(self.parameters(), parts, strict=True):
+            weight[slot].view(-1).view(torch.uint8).copy_(part)
 
     def _run(self, x: Tensor, slots: Tensor, ends: Tensor) -> Tensor:
         """[rows, hidden] from rows that are sorted by slot."""

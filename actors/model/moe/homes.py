@@ -21,13 +21,20 @@ from torch import Tensor
 class Homes:
     """The map of one layer as tensors, seen from one rank."""
 
-    def __init__(self, holders: Sequence[Sequence[int]], own: range, device: torch.device) -> None:
-        """`holders`: the slots of each expert (`ExpertMap.holders`); `own`: the slots of this rank."""
-        self._own, self._device = own, device
-        self.change(holders)
+    held: Tensor
+    """[own slots] int64: the expert in each."""
 
-    def change(self, holders: Sequence[Sequence[int]]) -> None:
+    def __init__(self, experts: Sequence[int], own: range, device: torch.device) -> None:
+        """`experts`: the one in every slot of the copy; `own`: the slots of this rank."""
+        self._own, self._device = own, device
+        self.change(experts)
+
+    def change(self, experts: Sequence[int]) -> None:
         """Follow another map from now on."""
+        holders: list[list[int]] = [[] for _ in range(max(experts) + 1)]
+        for slot, expert in enumerate(experts):
+            holders[expert].append(slot)
+        self.held = torch.tensor(experts[self._own.start : self._own.stop], dtype=torch.int64, device=self._device)
         most = max(map(len, holders))
         table = [[*slots, *[slots[0]] * (most - len(slots))] for slots in holders]
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device)

@@ -1,0 +1,227 @@
+"""The live expert balancer: from what ranks tell of their experts to moves in the plans that go to them.
+
+    plan 64, 128, …  asks ──→ ranks ──ExpertReport──→ load ──→ Watch: due? ──→ decide, on a thread of its own
+                                                                                    │ pays?
+    plan n, n+1, …   one layer's move each ←────────────────────────────────────────┘
+
+A move is in a plan, so all ranks make it between the same two steps and follow the new map from then on; a layer a step, so
+that no step waits for more than one layer's experts. The policy is `placement.rebalancer`; this is its mechanism.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from actors.engine.stats import ExpertStats
+from actors.messages import ExpertMove, ExpertReport, StepPlan
+from placement import mesh
+from placement.experts import ExpertMap, balancedness, map_of
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+from placement.rebalancer import Costs, Decision, Rebalancer, Watch
+
+_LEAST_TOKENS = 1.0
+"""Load of an expert nobody asked for yet: a map that counts on its staying idle would be fitted to noise."""
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(Protocol):
+    """What decides. `placement.rebalancer.Rebalancer` is one."""
+
+    def after_step(self, watch: Watch, evenness: float) -> Watch:
+        """See `Rebalancer.after_step`."""
+
+    def decide(
+        self, old: ExpertMap, load: Sequence[Sequence[float]], costs: Costs, nodes: int = 1, groups: int = 1
+    ) -> Decision:
+        """See `Rebalancer.decide`."""
+
+
+class Balancing(BaseModel):
+    """How the experts of a replica are balanced while it serves. `experts`: their map at first, the same in each of `layers`.
+
+    `expert_bytes`: weights of one expert of one layer on a rank; `bytes_per_s`: what a rank is taken to send until it has.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    experts: ExpertMap
+    ranks: int
+    """Ranks that report: all of the replica."""
+    counting: tuple[int, ...]
+    """World ranks whose tokens count: of the ranks that share each expert's columns, one."""
+    expert_bytes: int
+    groups: int = 1
+    interval: int = 3000
+    skew: float | None = None
+    hysteresis: float = 0.05
+    must_pay: bool = True
+    ask_every: int = 64
+    bytes_per_s: float = 1e9
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: Layout, element_bytes: int, interval: int, skew: float | None) -> Balancing | None:
+        """That of a model under a layout; None where there is nothing to balance."""
+        if spec.moe is None or layout.ep == 1:
+            return None
+        ranks = range(layout.world)
+        columns = -(-spec.moe.expert_size // layout.moe_tp)
+        return cls(
+            layers=spec.moe.layers,
+            experts=map_of(spec.moe, layout),
+            ranks=layout.world,
+            counting=tuple(rank for rank in ranks if mesh.moe_coords(layout, rank).moe_tp == 0),
+            expert_bytes=3 * columns * spec.hidden_size * element_bytes,
+            groups=spec.moe.groups,
+            interval=interval,
+            skew=skew,
+            ask_every=min(64, interval),
+        )
+
+    @property
+    def policy(self) -> Rebalancer:
+        """The policy these numbers are for."""
+        return Rebalancer(self.interval, self.skew, self.hysteresis, self.must_pay)
+
+
+class ExpertBalancer:
+    """Adds to plans, takes reports. One thread calls it: the engine's."""
+
+    def __init__(self, config: Balancing, policy: Policy | None = None) -> None:
+        self._config, self._policy = config, policy or config.policy
+        self.map = replace(config.experts, experts=config.experts.experts * len(config.layers))
+        """Which expert every slot of every layer has, after the plans so far."""
+        self._watch = Watch()
+        self._window = _Window(config)
+        self._latest: dict[int, ExpertReport] = {}
+        self._evenness = 1.0
+        self._steps = 0
+        self._bytes_per_s = config.bytes_per_s
+        self._thinking = ThreadPoolExecutor(1, "shardwright-experts")
+        self._decision: Future[Decision] | None = None
+        self._moves: deque[ExpertMove] = deque()
+        self._stats = ExpertStats(layers=list(config.layers))
+
+    def into(self, plan: StepPlan) -> StepPlan:
+        """The plan with what is to be moved and asked in it."""
+        self._steps += 1
+        self._watch = self._policy.after_step(self._watch, self._evenness)
+        self._look()
+        moves = [self._moves.popleft()] if self._moves else []
+        for move in moves:
+            self._moved(move)
+        return plan.model_copy(update={"moves": moves, "asks_experts": self._steps % self._config.ask_every == 0})
+
+    def take(self, report: ExpertReport) -> None:
+        """What one rank tells. A load is known when all have."""
+        self._latest[report.world_rank] = report
+        self._window.add(report)
+        if report.move_s and report.moved_bytes:
+            self._bytes_per_s = report.moved_bytes / report.move_s
+        if self._window.is_whole:
+            load = self._window.load
+            self._evenness = _mean(balancedness(self.map, load))
+            self._stats = self._window.stats(self._stats, self.map)
+
+    def stats(self) -> ExpertStats:
+        """Numbers for people."""
+        return self._stats
+
+    def close(self) -> None:
+        """Stop thinking."""
+        self._thinking.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self) -> None:
+        if self._decision is not None:
+            if self._decision.done():
+                self._decided(self._decision.result())
+                self._decision = None
+        elif self._watch.due is not None and self._window.is_whole and not self._moves:
+            load = [[max(tokens, _LEAST_TOKENS) for tokens in row] for row in self._window.load]
+            costs = Costs(self._window.slowest_s, self._config.expert_bytes, self._bytes_per_s, self._config.interval)
+            self._decision = self._thinking.submit(self._policy.decide, self.map, load, costs, 1, self._config.groups)
+            self._window = _Window(self._config)
+
+    def _decided(self, decision: Decision) -> None:
+        """Line up the layers that change."""
+        logger.info("experts: %s: %s", "moving" if decision.transfers else "staying", decision.gain)
+        by_layer: dict[int, list[tuple[int, int]]] = {}
+        for transfer in decision.transfers:
+            by_layer.setdefault(transfer.layer, []).append((transfer.source_slot, transfer.target_slot))
+        for index, transfers in by_layer.items():
+            experts = list(decision.experts.experts[index])
+            self._moves.append(ExpertMove(layer=self._config.layers[index], experts=experts, transfers=transfers))
+
+    def _moved(self, move: ExpertMove) -> None:
+        rows = list(self.map.experts)
+        rows[self._config.layers.index(move.layer)] = tuple(move.experts)
+        self.map = replace(self.map, experts=tuple(rows))
+        moved = len(move.transfers)
+        self._stats = self._stats.model_copy(update={"moved_experts": self._stats.moved_experts + moved})
+
+
+class _Window:
+    """What was told since the last look."""
+
+    def __init__(self, config: Balancing) -> None:
+        self._config = config
+        self.load = [[0] * config.experts.num_experts for _ in config.layers]
+        self._expert_s: list[dict[int, float]] = [{} for _ in config.layers]
+        self._combine_s = [0.0] * config.ranks
+        self._sent_bytes = [0] * config.ranks
+        self._told: dict[int, int] = {}
+        """Reports of each rank."""
+
+    def add(self, report: ExpertReport) -> None:
+        rank = report.world_rank
+        for layer in report.layers:
+            index = self._config.layers.index(layer.layer)
+            self._expert_s[index][rank] = self._expert_s[index].get(rank, 0.0) + layer.expert_s
+            self._combine_s[rank] += layer.combine_s
+            if rank in self._config.counting:
+                self.load[index] = [total + more for total, more in zip(self.load[index], layer.tokens, strict=True)]
+        self._sent_bytes[rank] += report.sent_bytes
+        self._told[rank] = self._told.get(rank, 0) + 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has told as often as the others."""
+        return len(self._told) == self._config.ranks and len(set(self._told.values())) == 1
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds a step that the slowest rank of each layer computes experts, all layers together."""
+        steps = max(self._told.values(), default=0) * self._config.ask_every
+        return self._slowest / steps if steps else 0.0
+
+    @property
+    def _slowest(self) -> float:
+        return sum(max(seconds.values(), default=0.0) for seconds in self._expert_s)
+
+    def stats(self, before: ExpertStats, placed: ExpertMap) -> ExpertStats:
+        by_rank = [sum(seconds.get(rank, 0.0) for seconds in self._expert_s) for rank in range(self._config.ranks)]
+        used = sum(_mean(list(seconds.values())) for seconds in self._expert_s if seconds)
+        return before.model_copy(
+            update={
+                "top_tokens": [max(row) for row in self.load],
+                "mean_tokens": [sum(row) / len(row) for row in self.load],
+                "balancedness": balancedness(placed, self.load),
+                "sent_bytes": list(self._sent_bytes),
+                "expert_s": by_rank,
+                "combine_s": list(self._combine_s),
+                "straggler_share": 1 - used / self._slowest if self._slowest else 0.0,
+            }
+        )
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else 1.0

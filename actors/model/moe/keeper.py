@@ -1,0 +1,121 @@
+"""The experts of one rank as the engine sees them: it asks what they did, and says where they go.
+
+A move of one layer, rank 0's part in a copy of three ranks (own slots 0 and 1, and a plan's transfers 0→2, 5→1, 1→0)::
+
+    read      slot 0 ─→ to rank 1      slot 1 ─→ aside          everything is read before anything is written
+    wire      all_to_all: bytes to each rank, known from the plan
+    write     slot 1 ←─ from rank 2    slot 0 ←─ from aside
+    map       tokens of this step go by the new one, on all ranks
+
+With ``moe_tp > 1`` each rank exchanges its columns with the ranks that hold the same columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.messages import ExpertMove, ExpertReport, LayerReport
+from actors.model.group import Group
+from actors.model.moe.block import MixtureOfExperts
+from placement.experts import ExpertMap
+
+
+class ExpertKeeper:
+    """Keeps the experts of a rank's layers."""
+
+    def __init__(
+        self, mixtures: Mapping[int, MixtureOfExperts], copy: Group, placed: ExpertMap, moe_tp: int, world_rank: int
+    ) -> None:
+        """`mixtures` by layer; `copy`: the ranks of a MoE copy, `moe_tp` for each rank of `placed`."""
+        self._mixtures, self._copy, self._placed, self._world_rank = mixtures, copy, placed, world_rank
+        self._ep, self._column = divmod(copy.rank, moe_tp)
+        self._moe_tp = moe_tp
+        self._own = placed.ranges[self._ep]
+        self._moved_bytes, self._move_s = 0, 0.0
+        self._sent_before = 0
+
+    def move(self, moves: Sequence[ExpertMove]) -> None:
+        """Make the moves of this rank's layers. A collective of the copy."""
+        began = time.perf_counter()
+        mine = [move for move in moves if move.layer in self._mixtures]
+        for move in mine:
+            self._move(move, self._mixtures[move.layer])
+        if mine:
+            self._move_s += time.perf_counter() - began
+
+    def report(self, step: int) -> ExpertReport:
+        """What was done since the last report."""
+        told = {layer: mixture.tally.tell() for layer, mixture in self._mixtures.items()}
+        layers = [
+            LayerReport(layer=layer, tokens=one.tokens, expert_s=one.expert_s, combine_s=one.combine_s)
+            for layer, one in told.items()
+        ]
+        sent = sum(self._copy.sent_bytes.values())
+        report = ExpertReport(
+            world_rank=self._world_rank,
+            step=step,
+            layers=layers,
+            sent_bytes=sent - self._sent_before - self._moved_bytes,
+            moved_bytes=self._moved_bytes,
+            move_s=self._move_s,
+        )
+        self._sent_before, self._moved_bytes, self._move_s = sent, 0, 0.0
+        return report
+
+    def _move(self, move: ExpertMove, mixture: MixtureOfExperts) -> None:
+        transfers = [(source, target) for source, target in move.transfers if self._touches(source, target)]
+        leaving = [slots for slots in transfers if slots[1] not in self._own]
+        coming = [slots for slots in transfers if slots[0] not in self._own]
+        inside = [slots for slots in transfers if slots[0] in self._own and slots[1] in self._own]
+        taken = {
+            source: mixture.experts.packed(source - self._own.start) for source in {slots[0] for slots in leaving + inside}
+        }
+        if any(self._placed.rank_of(source) != self._placed.rank_of(target) for source, target in move.transfers):
+            arrived = self._exchange(leaving, coming, taken, mixture.experts.slot_bytes)
+            for (_, target), expert in zip(self._by_rank(coming, 0), arrived, strict=True):
+                mixture.experts.put(target - self._own.start, expert)
+        for source, target in inside:
+            mixture.experts.put(target - self._own.start, taken[source])
+        mixture.homes.change(move.experts)
+
+    def _touches(self, source: int, target: int) -> bool:
+        return source in self._own or target in self._own
+
+    def _exchange(
+        self, leaving: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]], taken: Mapping[int, Tensor], size: int
+    ) -> Sequence[Tensor]:
+        """The experts that come, in the order of the ranks they come from."""
+        leaving = self._by_rank(leaving, 1)
+        send, receive = self._counts(leaving, 1, size), self._counts(coming, 0, size)
+        device = next(iter(self._mixtures.values())).experts.down.device
+        rows = [taken[source] for source, _ in leaving] or [torch.empty(0, dtype=torch.uint8, device=device)]
+        self._moved_bytes += sum(send)
+        return torch.split(self._copy.all_to_all(torch.cat(rows), send, receive), size)[: len(coming)]
+
+    def _by_rank(self, transfers: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+        """In the order of the ranks at one end (0: sources, 1: targets), and of the plan among those of a rank."""
+        return sorted(transfers, key=lambda slots: self._placed.rank_of(slots[end]))
+
+    def _counts(self, transfers: Sequence[tuple[int, int]], end: int, size: int) -> list[int]:
+        """Bytes exchanged with each rank of the copy: only with those that hold the same columns."""
+        counts = [0] * self._copy.size
+        for slots in transfers:
+            counts[self._placed.rank_of(slots[end]) * self._moe_tp + self._column] += size
+        return counts
+
+
+class NoExperts:
+    """Stands where a model has none."""
+
+    def move(self, moves: Sequence[ExpertMove]) -> None:
+        """Nothing to move."""
+        if moves:
+            raise ValueError(f"a plan moves experts of layers {[move.layer for move in moves]}, but the model has none")
+
+    def report(self, step: int) -> ExpertReport | None:
+        """Nothing to tell."""
+        return None
