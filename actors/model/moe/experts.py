@@ -54,18 +54,18 @@ class Experts(nn.Module):
         self.absent = gate_up.shape[0]
         """Stands for the slot of an expert that is elsewhere."""
 
-    def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Partial sums [tokens, hidden] in x's dtype, and how many tokens each slot ran [slots].
-
-        From `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k].
-        """
+    def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        """Partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k]."""
         flat = slots.flatten()
         order = flat.sort(stable=True).indices
-        counts = torch.bincount(flat, minlength=self.absent + 1)[: self.absent]
-        ends = counts.cumsum(0)
+        ends = self.tokens(slots).cumsum(0)
         here = order[: int(ends[-1])]
         rows = self._run(x[here // slots.shape[1]], flat[here], ends)
-        return _added_up(rows, here, weights).to(x.dtype), counts
+        return _added_up(rows, here, weights).to(x.dtype)
+
+    def tokens(self, slots: Tensor) -> Tensor:
+        """How many tokens each slot runs [slots]."""
+        return torch.bincount(slots.flatten(), minlength=self.absent + 1)[: self.absent]
 
     @property
     def slot_bytes(self) -> int:
