@@ -1,0 +1,219 @@
+"""One rank's end of KV transfers: its cache and staging buffer as pools, its peers, what it expects and what it sends.
+
+    writer                                     reader
+                                               expect(name, copy, own table)  -> where to (staged or pages)
+    connect(greeting)  ←────────────────────── greeting()
+    send(peer, name, copy, own table, where)
+              ══ bytes, then {name, copy} ═══→ poll() -> the names whose bytes are in its pages
+
+The reader reserves first and says where; the writer writes; the reader learns of it by the tag. A tag nobody expects (an
+aborted transfer, a stranger) is counted and changes nothing; whoever gives up a transfer calls `forget`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgpack
+import torch
+from pydantic import ValidationError
+
+from actors.messages import Message
+from actors.model.kv_cache import KVCache
+from actors.transfer.compatibility import Compatibility
+from actors.transfer.pages import CacheShape, copy_ranges, copy_slots
+from actors.transfer.staging import Staging, gather, is_small, scatter
+from actors.transfer.transport import STAGING, Notice, Ranges, Transfer, TransferError, Transport, flat_bytes
+from placement.handoff import Copy, Holding
+from placement.handoff_pages import PageTable
+
+_MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
+
+
+class Greeting(Message):
+    """How a rank introduces itself to those that will write to it."""
+
+    compatibility: Compatibility
+    shape: CacheShape
+    description: bytes
+
+
+class Place(Message):
+    """Where the reader wants a copy: a run of its staging buffer (its first byte), or, at None, the pages themselves."""
+
+    staged_at: int | None
+
+
+class _Tag(Message):
+    """Says which copy has arrived. `name` is the same on both sides and used once."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that can be written to."""
+
+    name: str
+    shape: CacheShape
+
+
+@dataclass
+class _Expected:
+    copy: Copy
+    table: PageTable
+    place: Place
+
+
+class Sending:
+    """A copy on its way out. Its pages must stay as they are until `is_done`, which also frees the staging run."""
+
+    def __init__(self, transfer: Transfer, staging: Staging, staged_at: int | None) -> None:
+        self._transfer, self._staging, self._staged_at = transfer, staging, staged_at
+
+    def is_done(self) -> bool:
+        """Whether all bytes are there. Raises `TransferError` where they never will be."""
+        try:
+            done = self._transfer.is_done()
+        except TransferError:
+            self._release()
+            raise
+        if done:
+            self._release()
+        return done
+
+    def _release(self) -> None:
+        if self._staged_at is not None:
+            self._staging.release(self._staged_at)
+            self._staged_at = None
+
+
+class KVEndpoint:
+    """See above. `held` is what the rank keeps; `staging_bytes` the size of the buffer for small slices (0: none)."""
+
+    def __init__(
+        self, transport: Transport, cache: KVCache, held: Holding, compatibility: Compatibility, staging_bytes: int = 64 << 20
+    ) -> None:
+        self.compatibility, self.shape = compatibility, CacheShape.of(cache, held)
+        self.num_stray = 0
+        """Notices of copies that nobody expected."""
+        self._transport, self._cache = transport, cache
+        self._staging = Staging(flat_bytes(torch.zeros(staging_bytes, dtype=torch.uint8, device=cache.device)))
+        self._expected: dict[str, _Expected] = {}
+        pools = {layer: cache.pages(layer) for layer in held.layers}
+        transport.register(pools | ({STAGING: self._staging.memory} if staging_bytes else {}))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of all copies sent."""
+        return self._transport.bytes_sent
+
+    @property
+    def num_expected(self) -> int:
+        return len(self._expected)
+
+    def greeting(self) -> bytes:
+        """What a writer's `connect` takes."""
+        description = self._transport.describe()
+        return Greeting(compatibility=self.compatibility, shape=self.shape, description=description).pack()
+
+    def connect(self, greeting: bytes) -> Peer:
+        """Be able to send to the rank that greeted so.
+
+        Raises `IncompatiblePeerError` with both values of all that differs, `TransferError` where it cannot be reached.
+        """
+        try:
+            found = Greeting.unpack(greeting)
+        except _MALFORMED as error:
+            raise TransferError(f"a greeting of {len(greeting)} bytes cannot be read: {error}") from None
+        self.compatibility.require(found.compatibility, "the peer")
+        return Peer(self._transport.connect(found.description), found.shape)
+
+    def expect(self, name: str, copy: Copy, table: PageTable) -> Place:
+        """Be ready for a copy into the pages of `table`, which are the caller's until it arrives or is forgotten.
+
+        Staged where there is room and its page ranges, as far as this side knows, are small. Raises `ValueError` for a name
+        in use.
+        """
+        if name in self._expected:
+            raise ValueError(f"a copy {name!r} is expected already")
+        small = is_small(*self._ranges_here(copy, table))
+        staged = self._staging.reserve(self._num_bytes(copy)) if small else None
+        self._expected[name] = _Expected(copy, table, Place(staged_at=staged))
+        return self._expected[name].place
+
+    def forget(self, name: str) -> None:
+        """Expect it no longer; nothing where it is not expected. Its pages must not be given away while its writer may
+        still write: after its abort is acknowledged, or the peer is disconnected."""
+        expected = self._expected.pop(name, None)
+        if expected is not None and expected.place.staged_at is not None:
+            self._staging.release(expected.place.staged_at)
+
+    def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, place: Place, peer_table: PageTable) -> Sending:
+        """Begin to send a copy from own pages to where the peer wants it. The values must have been computed.
+
+        Where it is to be staged and there is no room for that here, `StagingFullError`: try again once another is done.
+        """
+        tag = _Tag(name=name).pack()
+        if place.staged_at is None:
+            ranges = copy_ranges(copy, self.shape, table, peer.shape, peer_table)
+            return Sending(self._transport.write(peer.name, ranges, tag), self._staging, None)
+        size = self._num_bytes(copy)
+        at = self._staging.reserve(size)
+        if at is None:
+            raise StagingFullError(
+                f"{size:,} bytes to stage, {self._staging.num_reserved:,} in use here: wait for a copy to end"
+            )
+        try:
+            gather(self._cache, self.shape.first_head, copy, copy_slots(copy, table), self._staging.view(at, self._cache, copy))
+            self._settle()
+            ranges = Ranges.single(STAGING, at, STAGING, place.staged_at, size)
+            return Sending(self._transport.write(peer.name, ranges, tag), self._staging, at)
+        except Exception:
+            self._staging.release(at)
+            raise
+
+    def poll(self) -> list[str]:
+        """Names of the expected copies that have arrived since the last call, their values in their pages. Never waits."""
+        return [name for notice in self._transport.poll() if (name := self._arrived(notice)) is not None]
+
+    def disconnect(self, peer: Peer) -> None:
+        self._transport.disconnect(peer.name)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _arrived(self, notice: Notice) -> str | None:
+        try:
+            name = _Tag.unpack(notice.tag).name
+        except _MALFORMED:
+            self.num_stray += 1
+            return None
+        expected = self._expected.get(name)
+        if expected is None:
+            self.num_stray += 1
+            return None
+        if expected.place.staged_at is not None:
+            staged = self._staging.view(expected.place.staged_at, self._cache, expected.copy)
+            slots = copy_slots(expected.copy, expected.table)
+            scatter(self._cache, self.shape.first_head, expected.copy, slots, staged)
+            self._settle()
+        self.forget(name)
+        return name
+
+    def _ranges_here(self, copy: Copy, table: PageTable) -> tuple[int, int]:
+        """How many ranges its own pages make of a copy, and its bytes."""
+        ranges = copy_ranges(copy, self.shape, table, self.shape, table)
+        return len(ranges), ranges.num_bytes
+
+    def _num_bytes(self, copy: Copy) -> int:
+        return len(copy.layers) * self.shape.planes * len(copy.kv_heads) * len(copy.positions) * self.shape.token_bytes
+
+    def _settle(self) -> None:
+        """Wait until what was queued on the device has run: the transport knows no streams."""
+        if self._cache.device.type == "cuda":
+            torch.cuda.current_stream(self._cache.device).synchronize()
+
+
+class StagingFullError(TransferError):
+    """No room to stage a copy now."""

@@ -1,0 +1,159 @@
+"""The same between spawned processes, over NIXL: shared memory or TCP, as UCX finds them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+
+import pytest
+import torch
+
+from actors.transfer.nixl_transport import NixlTransport, is_installed, nixl_version
+from actors.transfer.transport import Ranges, TransferError
+from tests.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
+
+_WAIT_S = 60.0
+
+
+def _receive(pipe: Connection) -> object:
+    assert pipe.poll(_WAIT_S), f"nothing came from the other process within {_WAIT_S:g} s"
+    return pipe.recv()
+
+
+@pytest.fixture(scope="module", params=[0, 1 << 20], ids=["pages", "staged"])
+def results(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[object, object]]]:
+    """Of every case: what the readers found, and what the writers counted. One pair of processes runs them all."""
+    spawn, names = multiprocessing.get_context("spawn"), list(OVER_NIXL)
+    (reader, reader_end), (writer, writer_end) = Pipe(), Pipe()
+    processes = [
+        spawn.Process(target=read_over_nixl, args=(reader_end, names, request.param), daemon=True),
+        spawn.Process(target=write_over_nixl, args=(writer_end, names), daemon=True),
+    ]
+    found = {}
+    try:
+        for process in processes:
+            process.start()
+        for name in names:
+            writer.send(_receive(reader))
+            found[name] = (_receive(reader), _receive(writer))
+            writer.send("close")
+            reader.send(_receive(writer))
+        for process in processes:
+            process.join(_WAIT_S)
+            assert process.exitcode == 0
+        yield found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_every_value_arrives_between_processes(results: dict[str, tuple[object, object]]) -> None:
+    for name in OVER_NIXL:
+        case = Case.named(name)
+        (arrived, wrong, stray), sent = results[name]
+        assert arrived == sorted(f"copy {index}" for index in range(len(case.copies))), name
+        assert (wrong, stray) == (0, 0), name
+        for rank, num_bytes in sent.items():
+            mapped = sum(copy.num_bytes(case.spec, "float32") for copy in case.copies if copy.source == rank)
+            assert num_bytes == mapped, name
+
+
+def test_an_agent_in_a_forked_process_is_refused() -> None:
+    """In a process of its own: this one must not fork after making an agent."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, end = Pipe()
+    process = spawn.Process(target=_fork_after_agent, args=(end,), daemon=True)
+    process.start()
+    said = _receive(pipe)
+    process.join(_WAIT_S)
+    assert "a fork of it, where no transfer would ever end: start the process with spawn" in str(said)
+
+
+def _fork_after_agent(pipe: Connection) -> None:
+    transport = NixlTransport("forked")
+    child = os.fork()
+    if child == 0:
+        try:
+            transport.poll()
+            pipe.send("nothing was raised")
+        except TransferError as error:
+            pipe.send(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_a_peer_that_is_killed_is_an_error_and_no_wait() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    (reader, reader_end), (writer, writer_end) = Pipe(), Pipe()
+    killed = spawn.Process(target=_be_written_to, args=(reader_end,), daemon=True)
+    writing = spawn.Process(target=_write_twice, args=(writer_end,), daemon=True)
+    try:
+        killed.start()
+        writing.start()
+        writer.send(_receive(reader))
+        assert _receive(writer) == "first is done"
+        killed.kill()
+        killed.join()
+        writer.send("killed")
+        said, seconds = _receive(writer)
+        assert "from writer" in said or "to reader" in said
+        assert seconds < 10
+    finally:
+        for process in (killed, writing):
+            process.kill()
+            process.join()
+
+
+def _be_written_to(pipe: Connection) -> None:
+    transport = NixlTransport("reader")
+    transport.register({0: torch.zeros(1 << 20, dtype=torch.uint8)})
+    pipe.send(transport.describe())
+    pipe.recv()
+
+
+def _write_twice(pipe: Connection) -> None:
+    transport = NixlTransport("writer")
+    transport.register({0: torch.zeros(1 << 20, dtype=torch.uint8)})
+    peer, everything = transport.connect(pipe.recv()), Ranges.single(0, 0, 0, 0, 1 << 20)
+    first = transport.write(peer, everything, b"first")
+    while not first.is_done():
+        pass
+    pipe.send("first is done")
+    assert pipe.recv() == "killed"
+    began = time.monotonic()
+    try:
+        second = transport.write(peer, everything, b"second")
+        while not second.is_done() and time.monotonic() - began < 20:
+            pass
+        pipe.send(("nothing was raised", 20.0))
+    except TransferError as error:
+        pipe.send((str(error), time.monotonic() - began))
+
+
+def test_a_description_of_nonsense_is_refused() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    pipe, end = Pipe()
+    process = spawn.Process(target=_connect_to_nonsense, args=(end,), daemon=True)
+    process.start()
+    said = _receive(pipe)
+    process.join(_WAIT_S)
+    assert "a description of 3 bytes is not one of a NIXL peer" in str(said)
+
+
+def _connect_to_nonsense(pipe: Connection) -> None:
+    transport = NixlTransport("alone")
+    try:
+        transport.connect(b"abc")
+        pipe.send("nothing was raised")
+    except TransferError as error:
+        pipe.send(str(error))
+
+
+def test_the_version_for_the_handshake_is_that_of_the_package() -> None:
+    assert nixl_version().split(".")[0].isdigit()
