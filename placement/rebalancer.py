@@ -2,9 +2,9 @@
 
     ranks count tokens per expert ─→ Watch (every step) ─ due? ─→ decide: pack, settle, predict ─ pays? ─→ transfers
 
-A look is due every `interval` steps, and at once when balancedness falls below `skew`. That trigger then rests until
-balancedness has been above ``skew + hysteresis`` again, so that a load nobody can balance, or one near the edge, does not
-call for a look at every step. A look moves experts only when it saves more time than it takes (`Gain.pays`).
+A look is due every `interval` steps (0: none by time), and at once when balancedness falls below `skew`. That trigger then
+rests until balancedness has been above ``skew + hysteresis`` again, so that a load nobody can balance, or one near the edge,
+does not call for a look at every step. A look moves experts only when it saves more time than it takes (`Gain.pays`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Rebalancer:
-    """The policy. `interval`: steps between looks; `skew`: balancedness below which to look at once (None: never);
-    `must_pay`: False moves whenever another map is better, whatever the move costs."""
+    """The policy. `interval`: steps between looks (0: none by time); `skew`: balancedness below which to look at once (None:
+    never); `must_pay`: False moves whenever another map is better, whatever the move costs."""
 
     interval: int = 3000
     skew: float | None = None
@@ -90,7 +90,7 @@ class Rebalancer:
             seen = replace(seen, armed=True)
         if self.skew is not None and seen.armed and evenness < self.skew:
             return replace(seen, armed=False, due=f"balancedness {evenness:.3f} is below {self.skew}")
-        if seen.steps >= self.interval:
+        if self.interval and seen.steps >= self.interval:
             return replace(seen, due=f"{self.interval} steps since the last look")
         return seen
 

@@ -27,6 +27,9 @@ from placement.layout import Layout
 from placement.model_spec import ModelSpec
 from placement.rebalancer import Costs, Decision, Rebalancer, Watch
 
+USUAL_INTERVAL = 3000
+"""Steps between looks unless asked otherwise."""
+
 _LEAST_TOKENS = 1.0
 """Load of an expert nobody asked for yet: a map that counts on its staying idle would be fitted to noise."""
 
@@ -49,6 +52,8 @@ class Balancing(BaseModel):
     """How the experts of a replica are balanced while it serves. `experts`: their map at first, the same in each of `layers`.
 
     `expert_bytes`: weights of one expert of one layer on a rank; `bytes_per_s`: what a rank is taken to send until it has.
+    `interval`: steps between looks (0: none by time); `skew`: balancedness below which to look at once (None: never). With
+    neither, experts are counted and stay where they are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +66,7 @@ class Balancing(BaseModel):
     """World ranks whose tokens count: of the ranks that share each expert's columns, one."""
     expert_bytes: int
     groups: int = 1
-    interval: int = 3000
+    interval: int = USUAL_INTERVAL
     skew: float | None = None
     hysteresis: float = 0.05
     must_pay: bool = True
@@ -84,8 +89,13 @@ class Balancing(BaseModel):
             groups=spec.moe.groups,
             interval=interval,
             skew=skew,
-            ask_every=min(64, interval),
+            ask_every=min(64, interval or 64),
         )
+
+    @property
+    def horizon(self) -> int:
+        """Steps that a map is taken to serve."""
+        return self.interval or USUAL_INTERVAL
 
     @property
     def policy(self) -> Rebalancer:
@@ -101,6 +111,7 @@ class ExpertBalancer:
         self.map = replace(config.experts, experts=config.experts.experts * len(config.layers))
         """Which expert every slot of every layer has, after the plans so far."""
         self._watch = Watch()
+        self._is_due = False
         self._window = _Window(config)
         self._latest: dict[int, ExpertReport] = {}
         self._evenness = 1.0
@@ -115,6 +126,7 @@ class ExpertBalancer:
         """The plan with what is to be moved and asked in it."""
         self._steps += 1
         self._watch = self._policy.after_step(self._watch, self._evenness)
+        self._is_due = self._is_due or self._watch.due is not None  # until all have told, and the last moves are made
         self._look()
         moves = [self._moves.popleft()] if self._moves else []
         for move in moves:
@@ -131,6 +143,8 @@ class ExpertBalancer:
             load = self._window.load
             self._evenness = _mean(balancedness(self.map, load))
             self._stats = self._window.stats(self._stats, self.map)
+            if not self._is_due and self._window.steps >= 2 * self._config.horizon:
+                self._window = _Window(self._config)  # what was long ago says little about what is to come
 
     def stats(self) -> ExpertStats:
         """Numbers for people."""
@@ -145,11 +159,11 @@ class ExpertBalancer:
             if self._decision.done():
                 self._decided(self._decision.result())
                 self._decision = None
-        elif self._watch.due is not None and self._window.is_whole and not self._moves:
+        elif self._is_due and self._window.is_whole and not self._moves:
             load = [[max(tokens, _LEAST_TOKENS) for tokens in row] for row in self._window.load]
-            costs = Costs(self._window.slowest_s, self._config.expert_bytes, self._bytes_per_s, self._config.interval)
+            costs = Costs(self._window.slowest_s, self._config.expert_bytes, self._bytes_per_s, self._config.horizon)
             self._decision = self._thinking.submit(self._policy.decide, self.map, load, costs, 1, self._config.groups)
-            self._window = _Window(self._config)
+            self._window, self._is_due = _Window(self._config), False
 
     def _decided(self, decision: Decision) -> None:
         """Line up the layers that change."""
@@ -198,10 +212,14 @@ class _Window:
         return len(self._told) == self._config.ranks and len(set(self._told.values())) == 1
 
     @property
+    def steps(self) -> int:
+        """Steps that ranks have told of."""
+        return max(self._told.values(), default=0) * self._config.ask_every
+
+    @property
     def slowest_s(self) -> float:
         """Seconds a step that the slowest rank of each layer computes experts, all layers together."""
-        steps = max(self._told.values(), default=0) * self._config.ask_every
-        return self._slowest / steps if steps else 0.0
+        return self._slowest / self.steps if self.steps else 0.0
 
     @property
     def _slowest(self) -> float:

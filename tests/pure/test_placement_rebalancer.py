@@ -37,6 +37,11 @@ def test_the_interval_runs_on_from_a_look_that_skew_called() -> None:
     assert looks(Rebalancer(interval=5, skew=0.7), [0.9, 0.6] + [0.6] * 8) == [2, 7]
 
 
+def test_without_an_interval_only_skew_calls() -> None:
+    assert looks(Rebalancer(interval=0), [0.1] * 5000) == []
+    assert looks(Rebalancer(interval=0, skew=0.7), [0.9] * 4000 + [0.6] * 4000) == [4001]
+
+
 def test_a_reason_is_given() -> None:
     policy = Rebalancer(interval=2, skew=0.5)
     assert policy.after_step(Watch(), 0.4).due == "balancedness 0.400 is below 0.5"

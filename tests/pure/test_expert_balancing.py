@@ -1,0 +1,110 @@
+"""The engine's end of the balancer: when it asks and looks, what goes into plans, and the numbers it tells."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.engine.balancing import Balancing, ExpertBalancer
+from actors.engine.stats import ExpertStats
+from actors.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
+from placement.experts import initial
+from serve_app.openai.metrics import Metrics, exposition
+
+LAYERS = (1, 3)
+LOADS = {1: [80, 80, 1, 1], 3: [10, 10, 10, 10]}
+
+
+def balancing(**changes: object) -> Balancing:
+    usual = {
+        "layers": LAYERS,
+        "experts": initial(1, 4, 2),
+        "ranks": 2,
+        "counting": (0, 1),
+        "expert_bytes": 1000,
+        "ask_every": 4,
+    }
+    return Balancing.model_validate(usual | changes)
+
+
+def report(rank: int, step: int = 0) -> ExpertReport:
+    """What rank 0, with experts 0 and 1, and rank 1, with 2 and 3, tell of `LOADS`."""
+    own = range(2 * rank, 2 * rank + 2)
+    layers = [
+        LayerReport(
+            layer=layer,
+            tokens=[tokens if expert in own else 0 for expert, tokens in enumerate(LOADS[layer])],
+            expert_s=0.5 * (2 - rank),
+            combine_s=0.25 * rank,
+        )
+        for layer in LAYERS
+    ]
+    return ExpertReport(world_rank=rank, step=step, layers=layers, sent_bytes=700 + rank, moved_bytes=0, move_s=0.0)
+
+
+def moves_of(balancer: ExpertBalancer, plans: int, until: int | None = None) -> list[list[ExpertMove]]:
+    """Of the next `plans` plans; with `until`, of as many more as it takes to see that many moves."""
+    found = [balancer.into(StepPlan(step=0, rows=[])).moves for _ in range(plans)]
+    deadline = time.monotonic() + 20
+    while until is not None and sum(map(len, found)) < until:
+        assert time.monotonic() < deadline, "the decision did not come"
+        found.append(balancer.into(StepPlan(step=0, rows=[])).moves)
+    return found
+
+
+def test_a_look_that_is_due_waits_until_all_ranks_have_told() -> None:
+    balancer = ExpertBalancer(balancing(interval=0, skew=0.8))
+    balancer.take(report(0))
+    balancer.take(report(1))
+    balancer.take(report(0))  # rank 1's second report is on its way when skew calls, which it does once
+    assert moves_of(balancer, 3) == [[]] * 3
+    balancer.take(report(1))
+    [move] = [move for moves in moves_of(balancer, 1, until=1) for move in moves]
+    assert move.layer == 1, "the other layer is even already"
+    assert sorted(move.experts) == [0, 1, 2, 3]
+    assert {move.experts.index(0) // 2, move.experts.index(1) // 2} == {0, 1}, "the loaded ones are apart"
+    balancer.close()
+
+
+def test_without_triggers_experts_are_counted_and_stay() -> None:
+    balancer = ExpertBalancer(balancing(interval=0))
+    for step in range(2000):
+        balancer.take(report(0, step))
+        balancer.take(report(1, step))
+        assert balancer.into(StepPlan(step=step, rows=[])).moves == []
+    stats = balancer.stats()
+    assert stats.balancedness == [pytest.approx(81 / 160), 1.0]
+    assert stats.top_tokens[0] <= 80 * 2 * 3000 / 4, "the load of long ago is forgotten"
+    balancer.close()
+
+
+def test_ranks_are_asked_now_and_then() -> None:
+    balancer = ExpertBalancer(balancing(interval=0))
+    assert [balancer.into(StepPlan(step=step, rows=[])).asks_experts for step in range(9)] == [*[False] * 3, True] * 2 + [False]
+    balancer.close()
+
+
+def test_the_endpoint_tells_the_numbers_by_layer_and_rank() -> None:
+    balancer = ExpertBalancer(balancing())
+    for rank in (0, 1):
+        balancer.take(report(rank))
+    told = exposition(Metrics(), {"r0": balancer.stats().gauges(), "r1": ExpertStats(layers=[1]).gauges()}).decode()
+    found = {
+        (sample.name.removeprefix("shardwright_engine_experts_"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(told)
+        for sample in family.samples
+        if "_engine_experts_" in sample.name
+    }
+    replica = ("replica", "r0")
+    assert found["balancedness", ("layer", "1"), replica] == pytest.approx(81 / 160)
+    assert found["balancedness", ("layer", "3"), replica] == 1.0
+    assert found["top_tokens", ("layer", "1"), replica] == 80
+    assert found["mean_tokens", ("layer", "1"), replica] == 40.5
+    assert [found["sent_bytes", ("rank", str(rank)), replica] for rank in (0, 1)] == [700, 701]
+    assert [found["expert_seconds", ("rank", str(rank)), replica] for rank in (0, 1)] == [2.0, 1.0]
+    assert [found["combine_seconds", ("rank", str(rank)), replica] for rank in (0, 1)] == [0.0, 0.5]
+    assert found["straggler_share", replica] == 0.25
+    assert found["moved", replica] == found["moved", ("replica", "r1")] == 0
+    balancer.close()
