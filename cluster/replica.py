@@ -17,6 +17,7 @@ import ray
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from actors.engine.balancing import Balancing
 from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
 from actors.engine.refusal import RequestRefused
@@ -27,6 +28,7 @@ from cluster import launch, seats
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from placement import memory, mesh
 from placement.bundles import bundles
+from placement.model_spec import DTYPE_BYTES
 
 log = logging.getLogger("shardwright.replica")
 
@@ -206,4 +208,10 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         step_timeout_s=settings.step_timeout_s,
         vocab_size=settings.spec.vocab_size,
         rope=settings.spec.rope,
+        experts=_balancing(settings),
     )
+
+
+def _balancing(settings: ReplicaSettings) -> Balancing | None:
+    asked = (DTYPE_BYTES[settings.dtype], settings.rebalance_every, settings.rebalance_skew)
+    return Balancing.of(settings.spec, settings.layout, *asked)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.config import Device
+from actors.engine.balancing import USUAL_INTERVAL
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
 
@@ -37,5 +38,8 @@ class ReplicaSettings(BaseModel):
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """See `EngineConfig`."""
     threads_per_rank: Positive | None = None
+    rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
+    rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Both: see `Balancing`."""
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0

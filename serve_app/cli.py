@@ -34,6 +34,14 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, in each lane.")] = 2048,
     max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, in each lane.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
+    rebalance_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between looks at how evenly experts are loaded; 0: never; default 3000 where ep > 1."),
+    ] = None,
+    rebalance_skew: Annotated[
+        float | None,
+        typer.Option(help="Look at once when the mean load of ranks with experts falls below this part of the largest."),
+    ] = None,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds after which a step counts as stuck, and its ranks are remade.")
     ] = 60.0,
@@ -62,6 +70,8 @@ def serve(
             "max_batch_tokens": max_batch_tokens,
             "max_sequences": max_sequences,
             "threads_per_rank": threads,
+            "rebalance_every": rebalance_every,
+            "rebalance_skew": rebalance_skew,
             "step_timeout_s": step_timeout,
             "replica_wait_s": replica_wait,
             "served_name": served_name,

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from actors.engine.balancing import USUAL_INTERVAL
 from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
 from placement import checkpoint_header, memory
 from placement.hardware import ClusterSpec, cpu_has_bfloat16
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import DType, ModelSpec
+from serve_app import rebalancing
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
 
 _UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTP", 1)}}
@@ -53,6 +55,10 @@ class ServeArgs(BaseModel):
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """Plans given to the ranks ahead of the oldest result; by default one more than there are pipeline stages."""
     threads_per_rank: Count | None = None
+    rebalance_every: Annotated[int, Field(ge=0)] | None = None
+    """Steps between looks at how evenly experts are loaded; 0: none by time; by default 3,000 where ep > 1."""
+    rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Balancedness (mean over maximum of the ranks' tokens) below which to look at once."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """A step that takes longer ends its ranks, which are made anew."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
@@ -85,7 +91,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
     files = resolve(args.model)
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
-    require(layout, spec, cluster)
+    _require(args, spec, layout, cluster)
     dtype = compute_dtype(args.dtype, spec, device)
     length = _context(args, spec, layout, dtype)
     return ReplicaSettings(
@@ -101,6 +107,8 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         max_waiting=args.max_waiting,
         plans_in_flight=args.plans_in_flight,
         threads_per_rank=args.threads_per_rank,
+        rebalance_every=USUAL_INTERVAL if args.rebalance_every is None else args.rebalance_every,
+        rebalance_skew=args.rebalance_skew,
         step_timeout_s=args.step_timeout_s,
     )
 
@@ -120,6 +128,17 @@ def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) 
     if device != "cpu":
         return spec.dtype
     return "bfloat16" if spec.quantization is None and spec.dtype != "float32" and cpu_has_bfloat16() else "float32"
+
+
+def _require(args: ServeArgs, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> None:
+    """Raises `LayoutError` with all that is wrong with the layout, and with what is asked of its experts."""
+    refused = rebalancing.refusal(args.rebalance_every, args.rebalance_skew, spec, layout, cluster)
+    try:
+        require(layout, spec, cluster)
+    except LayoutError as error:
+        raise LayoutError("\n".join(filter(None, (str(error), refused)))) from None
+    if refused:
+        raise LayoutError(refused)
 
 
 def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> int:

@@ -32,6 +32,18 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.fixture
+def with_experts(tmp_path: Path) -> str:
+    experts = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
+    return str(tmp_path)
+
+
 def machine(slots: int, memory_bytes: int) -> ClusterSpec:
     return ClusterSpec(nodes=(NodeSpec(name="here", slots=slots, memory_bytes=memory_bytes),))
 
@@ -59,3 +71,52 @@ def test_a_small_cache_bounds_the_sequences(model: str) -> None:
     assert replica_settings(ServeArgs(model=model, kv_bytes=40 * 1024), "cpu").max_model_len < 512
     with pytest.raises(LayoutError, match=r"holds 0 tokens .* give more kv_bytes$"):
         replica_settings(ServeArgs(model=model, kv_bytes=1), "cpu")
+
+
+def test_experts_are_looked_at_as_asked(with_experts: str) -> None:
+    usual = replica_settings(ServeArgs(model=with_experts, layout="tp=2,ep=2"), "cpu")
+    assert (usual.rebalance_every, usual.rebalance_skew) == (3000, None)
+    args = parse_args({"model": with_experts, "layout": "tp=2,ep=2", "rebalance_every": 0, "rebalance_skew": 0.7})
+    asked = replica_settings(args, "cpu")
+    assert (asked.rebalance_every, asked.rebalance_skew) == (0, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"rebalance_every": -1}, "rebalance_every"), *(({"rebalance_skew": x}, "rebalance_skew") for x in (0, 1))],
+)
+def test_looks_that_mean_nothing_are_refused(asked: dict[str, float], named: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{named}: .*given: {asked[named]}"):
+        parse_args(asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"rebalance_every": 100}, {"rebalance_skew": 0.5}, {"rebalance_every": 9, "rebalance_skew": 0.5}]
+)
+@pytest.mark.parametrize(
+    ("layout", "works"), [("", "attn_dp=2,ep=2"), ("tp=2", "tp=2,ep=2"), ("tp=4,moe_dp=2", "tp=4,ep=2,moe_dp=2")]
+)
+def test_balancing_without_ep_is_refused_with_what_would_work(
+    asked: dict[str, float], layout: str, works: str, with_experts: str
+) -> None:
+    with pytest.raises(LayoutError, match=r"ep=1 .* Try layout") as refused:
+        replica_settings(ServeArgs(model=with_experts, layout=layout, **asked), "cpu", machine(4, 24 * 10**9))
+    assert all(f"{name}={value}" in str(refused.value) for name, value in asked.items())
+    assert f"Try layout {works} or to leave" in str(refused.value)
+    replica_settings(ServeArgs(model=with_experts, layout=works, **asked), "cpu", machine(4, 24 * 10**9))
+
+
+def test_what_the_machine_cannot_hold_is_not_said_to_work(with_experts: str) -> None:
+    with pytest.raises(LayoutError, match=r"ep=1 .* Try to leave it out\.$"):
+        replica_settings(ServeArgs(model=with_experts, rebalance_every=9), "cpu", machine(1, 24 * 10**9))
+
+
+def test_balancing_without_experts_is_refused_but_not_its_absence(model: str) -> None:
+    with pytest.raises(LayoutError, match=r"rebalance_every=9 .* the model has none\. Try to leave it out\.$"):
+        replica_settings(ServeArgs(model=model, layout="tp=2", rebalance_every=9), "cpu")
+    assert replica_settings(ServeArgs(model=model, layout="tp=2", rebalance_every=0), "cpu").rebalance_every == 0
+
+
+def test_a_layout_and_its_balancing_are_judged_at_once(with_experts: str) -> None:
+    with pytest.raises(LayoutError, match=r"tp=5 is more than the 4 query heads(.|\n)*rebalance_every=9 would move experts"):
+        replica_settings(ServeArgs(model=with_experts, layout="tp=5", rebalance_every=9), "cpu")

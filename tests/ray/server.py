@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 READY_S = 240.0
 END_S = 60.0
@@ -49,13 +50,15 @@ class Server:
             return 0
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """The engine's numbers in ``/metrics``, by replica."""
+        """The engine's numbers in ``/metrics``, by replica; those with another label as ``experts_balancedness:layer=1``."""
         found: dict[str, dict[str, float]] = {}
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith("shardwright_engine_"):
-                name, rest = line.split("{", 1)
-                label, value = rest.rsplit(" ", 1)
-                found.setdefault(label.split('"')[1], {})[name.removeprefix("shardwright_engine_")] = float(value)
+        for family in text_string_to_metric_families(self.client.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name.startswith("shardwright_engine_"):
+                    labels = dict(sample.labels)
+                    of = found.setdefault(labels.pop("replica"), {})
+                    rest = "".join(f":{label}={value}" for label, value in labels.items())
+                    of[sample.name.removeprefix("shardwright_engine_") + rest] = sample.value
         return found
 
     def gauge(self, name: str) -> float:
