@@ -1,0 +1,473 @@
+"""Blocks in host memory and in a directory: bounds, who goes first, damage, restarts, several processes, unlike layouts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.engine.prefix import PrefixChain
+from actors.tiers.assemble import assemble, covers
+from actors.tiers.background import BackgroundWriter
+from actors.tiers.directory import DirectoryTier
+from actors.tiers.file_format import decode, encode, file_bytes
+from actors.tiers.host import HostTier
+from actors.tiers.piece import Form, Piece
+from actors.tiers.rank_blocks import RankBlocks
+from actors.tiers.tiers import Tiers
+from placement.handoff import Side
+from placement.layout import Layout
+from tests.transfer_cases import Case, model
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE = Piece(range(4), range(3), range(16))
+FORM = Form.of(model("gqa"), "a" * 64, "float32", 16)
+NAMES = [FORM.name(bytes([number]) * 32) for number in range(40)]
+PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
+
+
+def piece_of(size: int) -> Piece:
+    """A piece told apart from others by its number of positions."""
+    return Piece(range(1), range(1), range(size))
+
+
+# Names
+
+
+def test_a_block_has_another_name_in_another_form() -> None:
+    other = [
+        Form.of(model("gqa"), "b" * 64, "float32", 16),
+        Form.of(model("gqa"), "a" * 64, "bfloat16", 16),
+        Form.of(model("gqa"), "a" * 64, "float32", 32),
+        Form.of(model("mla"), "a" * 64, "float32", 16),
+    ]
+    assert len({form.name(b"h" * 32) for form in (FORM, *other)}) == 5
+    assert FORM.name(b"h" * 32) == FORM.name(b"h" * 32) != FORM.name(b"i" * 32)
+
+
+ranges = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda ends: range(ends[0], sum(ends)))
+pieces = st.builds(Piece, ranges, ranges, ranges)
+
+
+@settings(deadline=None)
+@given(pieces)
+def test_a_piece_is_read_back_from_its_text(piece: Piece) -> None:
+    assert Piece.parse(str(piece)) == piece
+    assert Piece.parse(f".new-{piece}") is None
+
+
+# Putting together
+
+
+def _true_bytes(form: Form, piece: Piece) -> bytes:
+    """Bytes that say where in the whole block they are."""
+    values = [
+        bytes([layer * 5 + plane * 3 + head, position]) * (form.num_bytes(piece) // piece.size // form.planes // 2)
+        for layer in piece.layers
+        for plane in range(form.planes)
+        for head in piece.kv_heads
+        for position in piece.positions
+    ]
+    return b"".join(values)
+
+
+@settings(deadline=None, max_examples=200)
+@given(pieces, st.lists(pieces, max_size=6))
+def test_a_piece_is_put_together_exactly_where_others_cover_it(wanted: Piece, there: list[Piece]) -> None:
+    form = Form("m", "bfloat16", 2, 4, 16)
+    units = {
+        (layer, head, position)
+        for piece in there
+        for layer in piece.layers
+        for head in piece.kv_heads
+        for position in piece.positions
+    }
+    covered = all(
+        (layer, head, position) in units for layer in wanted.layers for head in wanted.kv_heads for position in wanted.positions
+    )
+    found = assemble(form, wanted, there, lambda piece: _true_bytes(form, piece))
+    assert covers(wanted, there) == covered
+    assert found == (_true_bytes(form, wanted) if covered else None)
+    assert assemble(form, wanted, there, lambda piece: None) is None
+    assert assemble(form, wanted, there, lambda piece: b"short") is None
+
+
+# Host memory
+
+
+def test_host_memory_is_bounded_and_gives_up_what_was_used_longest_ago() -> None:
+    host = HostTier(300)
+    for name in NAMES[:3]:
+        assert host.store(name, WHOLE, bytes(100))
+    assert host.load(NAMES[0], WHOLE) == bytes(100)
+    assert host.store(NAMES[3], WHOLE, bytes(150))
+    assert [bool(host.pieces(name)) for name in NAMES[:4]] == [True, False, False, True]
+    assert (host.num_bytes, host.num_evicted) == (250, 2)
+
+
+def test_a_pinned_block_stays_and_what_then_has_no_room_is_turned_away() -> None:
+    host = HostTier(200)
+    host.pin([NAMES[0], NAMES[1], NAMES[1]])
+    assert host.store(NAMES[0], WHOLE, bytes(100))
+    assert host.store(NAMES[1], WHOLE, bytes(100))
+    assert not host.store(NAMES[2], WHOLE, bytes(1))
+    host.unpin([NAMES[1]])
+    assert not host.store(NAMES[2], WHOLE, bytes(1))
+    host.unpin([NAMES[1]])
+    assert host.store(NAMES[2], WHOLE, bytes(1))
+    assert host.load(NAMES[0], WHOLE) is not None
+    assert host.load(NAMES[1], WHOLE) is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(0, 120)), max_size=60))
+def test_host_memory_counts_what_it_holds_and_never_more_than_its_limit(stores: list[tuple[int, int, int]]) -> None:
+    host = HostTier(300)
+    for block, piece, size in stores:
+        assert host.store(NAMES[block], piece_of(piece), bytes(size))
+        held = [host.load(name, each) for name in NAMES[:10] for each in host.pieces(name)]
+        assert host.num_bytes == sum(len(data) for data in held if data is not None) <= 300
+        assert host.load(NAMES[block], piece_of(piece)) == bytes(size)
+    assert not host.store(NAMES[0], WHOLE, bytes(301))
+
+
+# Files
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_any_flipped_bit_and_any_other_length_is_a_miss(data: st.DataObject) -> None:
+    payload = data.draw(st.binary(max_size=200))
+    content = encode(NAMES[0], WHOLE, payload)
+    assert decode(content, NAMES[0], WHOLE) == payload
+    assert len(content) == file_bytes(NAMES[0], WHOLE, len(payload))
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    flipped = bytearray(content)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert decode(bytes(flipped), NAMES[0], WHOLE) is None
+    assert decode(content[: data.draw(st.integers(0, len(content) - 1))], NAMES[0], WHOLE) is None
+    assert decode(content + b"x", NAMES[0], WHOLE) is None
+    assert decode(content, NAMES[1], WHOLE) is None
+    assert decode(content, NAMES[0], piece_of(1)) is None
+
+
+def test_a_damaged_file_is_a_miss_once_and_then_written_again(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    assert tier.store(NAMES[0], WHOLE, PAYLOAD)
+    [path] = tmp_path.glob("??/*/*")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    assert tier.pieces(NAMES[0]) == [WHOLE]
+    assert tier.load(NAMES[0], WHOLE) is None
+    assert (tier.num_damaged, tier.pieces(NAMES[0]), tier.num_bytes) == (1, [], 0)
+    assert tier.store(NAMES[0], WHOLE, PAYLOAD)
+    assert tier.load(NAMES[0], WHOLE) == PAYLOAD
+
+
+def test_another_blocks_file_under_a_blocks_name_is_a_miss(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    tier.store(NAMES[0], WHOLE, PAYLOAD)
+    tier.store(NAMES[1], WHOLE, bytes(len(PAYLOAD)))
+    paths = {path.parent.name: path for path in tmp_path.glob("??/*/*")}
+    paths[NAMES[1]].replace(paths[NAMES[0]])
+    assert tier.load(NAMES[0], WHOLE) is None
+
+
+def test_a_directory_is_bounded_and_gives_up_what_was_used_longest_ago(tmp_path: Path) -> None:
+    size = file_bytes(NAMES[0], WHOLE, 1000)
+    tier = DirectoryTier(tmp_path, 10 * size)
+    tier.pin([NAMES[1]])
+    for at, name in enumerate(NAMES[:10]):
+        assert tier.store(name, WHOLE, bytes(1000))
+        os.utime(tmp_path / name[:2] / name / str(WHOLE), (at, at))
+    assert tier.load(NAMES[0], WHOLE) is not None
+    assert tier.store(NAMES[3], WHOLE, bytes(1000))
+    assert all(tier.store(name, WHOLE, bytes(1000)) for name in NAMES[10:12])
+    there = [bool(tier.pieces(name)) for name in NAMES[:12]]
+    assert there == [True, True, False, True, False, *[True] * 7], "0 and 3 were used again, 1 is pinned"
+    assert tier.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("??/*/*")) <= 10 * size
+    assert not tier.store(NAMES[12], WHOLE, bytes(11 * size))
+
+
+def test_a_restart_finds_everything_and_counts_it_anew(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    tier.store(NAMES[0], WHOLE, PAYLOAD)
+    total = tier.num_bytes
+    tier.close()
+    (tmp_path / ".ledger").write_text("7")
+    again = DirectoryTier(tmp_path, 1 << 20)
+    assert again.num_bytes == total
+    assert again.load(NAMES[0], WHOLE) == PAYLOAD
+
+
+_WRITE_ON = """
+import sys
+from pathlib import Path
+import tests.tier_writer as t
+tier = t.DirectoryTier(Path(sys.argv[1]), 1 << 30)
+print("ready", flush=True)
+number = 0
+while True:
+    tier.store(t.FORM.name(number.to_bytes(32, "little")), t.WHOLE, t.PAYLOAD)
+    number += 1
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 7, 40])
+def test_a_killed_writer_leaves_only_whole_files(tmp_path: Path, after: int) -> None:
+    code = _WRITE_ON
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert writer.stdout is not None
+        for line in writer.stdout:
+            if line.strip() == str(after):
+                break
+        writer.send_signal(signal.SIGKILL)
+    finally:
+        writer.kill()
+        writer.wait()
+    tier = DirectoryTier(tmp_path, 1 << 30)
+    there = [number for number in range(after + 1000) if tier.pieces(FORM.name(number.to_bytes(32, "little")))]
+    assert there[:after] == list(range(after))
+    assert all(tier.load(FORM.name(number.to_bytes(32, "little")), WHOLE) == PAYLOAD for number in there)
+    assert tier.num_damaged == 0
+
+
+_KILLED_AT = """
+import os, sys
+from pathlib import Path
+import tests.tier_writer as t
+tier = t.DirectoryTier(Path(sys.argv[1]), 1 << 30)
+
+def half(path, content):
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        os.kill(os.getpid(), 9)
+
+if sys.argv[2] == "half a file":
+    Path.write_bytes = half
+else:
+    os.rename = lambda *paths: os.kill(os.getpid(), 9)
+tier.store(t.FORM.name(bytes(32)), t.WHOLE, t.PAYLOAD)
+"""
+
+
+@pytest.mark.parametrize("moment", ["half a file", "a whole file without its name"])
+def test_a_writer_killed_in_a_write_leaves_nothing_under_the_blocks_name(tmp_path: Path, moment: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED_AT, str(tmp_path), moment], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    name, tier = FORM.name(bytes(32)), DirectoryTier(tmp_path, 1 << 30)
+    assert (tier.pieces(name), tier.load(name, WHOLE), tier.num_damaged) == ([], None, 0)
+    assert tier.store(name, WHOLE, PAYLOAD)
+    assert tier.load(name, WHOLE) == PAYLOAD
+
+
+def test_what_a_killed_writer_left_behind_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 3000)
+    folder = tmp_path / NAMES[0][:2] / NAMES[0]
+    folder.mkdir(parents=True)
+    young, old = folder / ".new-young", folder / ".new-old"
+    for left in (young, old):
+        left.write_bytes(bytes(2000))
+    os.utime(old, (1, 1))
+    assert tier.store(NAMES[1], WHOLE, bytes(1500))
+    assert tier.store(NAMES[2], WHOLE, bytes(1500)), "room is made, which also looks for what was left"
+    assert (young.exists(), old.exists()) == (True, False)
+
+
+def test_a_store_waits_for_another_process_that_has_the_ledger(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    with (tmp_path / ".ledger").open("r+") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        storing = threading.Thread(target=tier.store, args=(NAMES[0], WHOLE, PAYLOAD))
+        storing.start()
+        storing.join(0.3)
+        assert storing.is_alive()
+        assert tier.pieces(NAMES[0]) == []
+    storing.join(30)
+    assert tier.load(NAMES[0], WHOLE) == PAYLOAD
+
+
+def test_two_processes_share_a_directory_within_its_limit(tmp_path: Path) -> None:
+    """Both write the same blocks, more than there is room for; what either can read is right, and the bound holds."""
+    limit = 8 * file_bytes(NAMES[0], WHOLE, len(PAYLOAD))
+    command = [sys.executable, "-m", "tests.tier_writer", str(tmp_path), str(limit), "60"]
+    others = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
+    try:
+        assert [other.wait(timeout=100) for other in others] == [0, 0]
+    finally:
+        for other in others:
+            other.kill()
+    tier = DirectoryTier(tmp_path, limit)
+    files = [path.stat().st_size for path in tmp_path.glob("??/*/*")]
+    assert 0 < sum(files) == tier.num_bytes <= limit
+
+
+# The writer's thread
+
+
+class _Gate:
+    """A shared tier that stores once it is opened, or fails."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.stored: list[str] = []
+        self.broken = False
+
+    def store(self, block: str, piece: Piece, data: bytes) -> bool:
+        assert self.opened.wait(30)
+        if self.broken:
+            raise RuntimeError("planted")
+        self.stored.append(block)
+        return True
+
+
+def test_a_slow_disk_turns_pieces_away_instead_of_waiting() -> None:
+    gate = _Gate()
+    writer = BackgroundWriter(gate, 250)  # type: ignore[arg-type]
+    assert [writer.offer(name, WHOLE, bytes(100)) for name in NAMES[:3]] == [True, True, False]
+    assert writer.num_turned_away == 1
+    with pytest.raises(TimeoutError, match="200 bytes still wait"):
+        writer.flush(0.01)
+    gate.opened.set()
+    writer.flush(30)
+    assert gate.stored == NAMES[:2]
+    assert writer.offer(NAMES[3], WHOLE, bytes(100))
+    writer.close(30)
+    assert gate.stored == [*NAMES[:2], NAMES[3]]
+    assert not writer.offer(NAMES[4], WHOLE, bytes(1))
+
+
+def test_a_tier_that_raises_ends_neither_the_thread_nor_the_count() -> None:
+    gate = _Gate()
+    gate.broken = True
+    gate.opened.set()
+    writer = BackgroundWriter(gate, 250)  # type: ignore[arg-type]
+    writer.offer(NAMES[0], WHOLE, bytes(100))
+    writer.flush(30)
+    gate.broken = False
+    writer.offer(NAMES[1], WHOLE, bytes(100))
+    writer.flush(30)
+    assert (writer.num_failed, gate.stored) == (1, [NAMES[1]])
+
+
+# Tiers together
+
+
+def test_what_host_memory_gave_up_comes_back_from_the_directory(tmp_path: Path) -> None:
+    tiers = Tiers(FORM, HostTier(2 * len(PAYLOAD)), DirectoryTier(tmp_path, 1 << 30))
+    for name in NAMES[:5]:
+        tiers.keep(name, WHOLE, PAYLOAD)
+        assert tiers.share(name, WHOLE, PAYLOAD)
+    tiers.flush(30)
+    assert tiers.count(NAMES, [WHOLE]) == 5
+    assert tiers.fetch(NAMES[4], WHOLE) == tiers.fetch(NAMES[0], WHOLE) == tiers.fetch(NAMES[0], WHOLE) == PAYLOAD
+    assert tiers.fetch(NAMES[9], WHOLE) is None
+    assert tiers.hits == {"host": 2, "shared": 1, "miss": 1}
+    with pytest.raises(ValueError, match=r"has 3 bytes, but should have"):
+        tiers.keep(NAMES[0], WHOLE, b"abc")
+    tiers.close()
+
+
+def test_without_a_shared_tier_there_is_host_memory() -> None:
+    tiers = Tiers(FORM, HostTier(1 << 20))
+    tiers.keep(NAMES[0], WHOLE, PAYLOAD)
+    assert not tiers.share(NAMES[1], WHOLE, PAYLOAD)
+    assert tiers.fetch(NAMES[0], WHOLE) == PAYLOAD
+    assert tiers.fetch(NAMES[1], WHOLE) is None
+    tiers.close()
+
+
+# Layouts
+
+LAYOUTS = [
+    ("gqa", "tp=2", "pp=3"),
+    ("gqa", "tp=6,dcp=2", "cp=2,tp=3"),
+    ("mqa", "tp=4,pp=2", "tp=3"),
+    ("mla", "tp=3", "pp=2,tp=2,dcp=2"),
+    ("gqa", "cp=3", "tp=1"),
+]
+
+
+class _Replica:
+    """The ranks of a layout with tiers of their own over one directory."""
+
+    def __init__(self, family: str, layout: str, directory: Path, page_tokens: int = 16) -> None:
+        self.spec, self.side = model(family), Side(Layout.parse(layout), page_tokens)
+        self.form = Form.of(self.spec, "a" * 64, "float32", 16)
+        self.case = Case(self.spec, self.side, self.side, 48)
+        self.ranks = self.case.ranks(self.side, 5)
+        self.tiers = {at: Tiers(self.form, HostTier(1 << 20), DirectoryTier(directory, 1 << 30)) for at in self.ranks}
+        self.blocks = {
+            at: RankBlocks(self.tiers[at], self.spec, self.side, at, rank.cache, rank.held.kv_heads.start)
+            for at, rank in self.ranks.items()
+        }
+
+    def save(self, names: list[str]) -> int:
+        saved = 0
+        for at, rank in self.ranks.items():
+            rank.fill(48)
+            saved += self.blocks[at].save(range(3), names, rank.table)
+        for tiers in self.tiers.values():
+            tiers.flush(30)
+        return saved
+
+    def load(self, names: list[str]) -> list[int]:
+        found = []
+        for at, rank in self.ranks.items():
+            rank.fill(0)
+            found.append(self.blocks[at].load(range(3), names, rank.table))
+        return found
+
+    def wrong(self, tokens: int) -> int:
+        return sum(rank.wrong(tokens) for rank in self.ranks.values())
+
+
+def _names(form: Form) -> list[str]:
+    chain = PrefixChain("", 16)
+    chain.extend(list(range(48)))
+    return [form.name(each) for each in chain.hashes]
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32])
+@pytest.mark.parametrize(("family", "written", "read"), LAYOUTS)
+def test_written_under_one_layout_read_under_another(
+    tmp_path: Path, family: str, written: str, read: str, page_tokens: int
+) -> None:
+    writer = _Replica(family, written, tmp_path)
+    names = _names(writer.form)
+    once = 48 * writer.spec.num_layers * writer.spec.num_kv_heads * writer.spec.kv_planes * writer.spec.kv_dim * 4
+    assert writer.save(names) == once, "each byte is shared by one rank"
+    reader = _Replica(family, read, tmp_path, page_tokens)
+    assert reader.load(names) == [3] * len(reader.ranks)
+    assert reader.wrong(48) == 0
+    assert writer.load(names) == [3] * len(writer.ranks)
+    assert writer.wrong(48) == 0
+    assert all(set(tiers.hits) <= {"host"} for tiers in writer.tiers.values()), "a rank keeps all it has"
+
+
+def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
+    writer = _Replica("gqa", "tp=2", tmp_path)
+    names = _names(writer.form)
+    writer.save(names)
+    (tmp_path / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
+    reader = _Replica("gqa", "pp=3", tmp_path)
+    assert reader.load(names) == [1, 1, 1]
+    assert [tiers.count(names, reader.blocks[at].pieces(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]
+    assert reader.wrong(16) == 0, "what follows is not touched"
+
+
+def test_a_rank_that_keeps_none_of_a_block_needs_none_of_it(tmp_path: Path) -> None:
+    replica = _Replica("gqa", "cp=2", tmp_path)
+    assert [bool(replica.blocks[0].pieces(place)) for place in range(4)] == [True, False, True, False]

@@ -1,0 +1,28 @@
+"""A process that writes and reads blocks in a directory others use too: ``python -m tests.tier_writer DIR LIMIT BLOCKS``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from actors.tiers.directory import DirectoryTier
+from actors.tiers.piece import Form, Piece
+
+WHOLE = Piece(range(4), range(3), range(16))
+FORM = Form("a" * 64, "float32", 2, 8, 16)
+PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
+
+
+def main(directory: Path, limit_bytes: int, blocks: int) -> int:
+    """Store and read every block twice; 1 where one is not what was stored."""
+    tier = DirectoryTier(directory, limit_bytes)
+    for number in [*range(blocks), *range(blocks)]:
+        name = FORM.name(number.to_bytes(32, "little"))
+        tier.store(name, WHOLE, PAYLOAD)
+        if tier.load(name, WHOLE) not in (PAYLOAD, None) or tier.num_damaged:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
