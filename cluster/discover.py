@@ -1,28 +1,25 @@
-"""What the connected cluster has: nodes, seats, memory, as a value the pure packages can judge."""
+"""What the connected cluster has: nodes, seats, memory, domains, as a value the pure packages can judge."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import ray
 
 from actors.config import Device
-from placement.hardware import ClusterSpec, NodeSpec
+from cluster import topology
+from placement.hardware import ClusterSpec
 
 
 def discover(device: Device) -> ClusterSpec:
     """Live nodes of the connected cluster with their slots for ranks of `device`. Raises a Ray error when not connected."""
-    resource = "GPU" if device == "cuda" else "CPU"
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return ClusterSpec(
-        nodes=tuple(
-            NodeSpec(
-                name=node["NodeManagerAddress"],
-                slots=int(node["Resources"].get(resource, 0)),
-                memory_bytes=int(node["Resources"].get("memory", 0)) or None if device == "cpu" else None,
-                kind=device,
-            )
-            for node in nodes
-        )
-    )
+    return topology.cluster_of(ray.nodes(), device)
+
+
+def available() -> Mapping[str, Mapping[str, float]]:
+    """Resources nobody has now, by node id. They lag behind what happens by a fraction of a second."""
+    found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    return found
 
 
 def best_device() -> Device:

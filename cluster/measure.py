@@ -1,0 +1,58 @@
+"""Measuring the connected cluster: every pair of nodes, one after the other, so that none disturbs another."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from cluster.probe import Probe
+from cluster.topology import device_link, with_links
+from placement.hardware import ClusterSpec, NodeSpec
+from placement.links import Link, NodeLink
+
+_WAIT_S = 60.0
+
+
+class MeasureError(RuntimeError):
+    """A node that did not take part: says which, and in what."""
+
+
+def measure(cluster: ClusterSpec, pairs: bool) -> ClusterSpec:
+    """The cluster with the links of its GPUs and, with `pairs`, of its nodes (about half a second for each two of them)."""
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    probes = {node.name: _probe(node, hosts[node.id]) for node in cluster.nodes if pairs or node.kind == "cuda"}
+    try:
+        inside = {
+            name: device_link(_get(probe.gpu_topology.remote(), name, "look at its GPUs")) for name, probe in probes.items()
+        }
+        links = [_link(a, b, probes) for a, b in itertools.combinations(probes, 2)] if pairs else []
+    finally:
+        for probe in probes.values():
+            ray.kill(probe)
+    return with_links(cluster, links, {name: link for name, link in inside.items() if link is not None})
+
+
+def _link(a: str, b: str, probes: dict[str, ActorHandle[Any]]) -> NodeLink:
+    address = _get(probes[a].listen.remote(), a, "open a port")
+    answer = probes[a].answer.remote()
+    latency, speed = _get(probes[b].measure.remote(*address), b, f"send to {a}")
+    _get(answer, a, f"answer {b}")
+    return NodeLink(a=a, b=b, link=Link(bytes_per_s=speed, latency_s=latency, source="measured"))
+
+
+def _probe(node: NodeSpec, host: str) -> ActorHandle[Any]:
+    make: Any = ray.remote
+    probe: ActorHandle[Any] = make(Probe).options(num_cpus=0, label_selector={"ray.io/node-id": node.id}).remote(host)
+    return probe
+
+
+def _get(ref: ray.ObjectRef[Any], name: str, what: str) -> Any:
+    try:
+        return ray.get(ref, timeout=_WAIT_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise MeasureError(f"node {name} did not {what} in {_WAIT_S:g} s") from error
+    except ray.exceptions.RayError as error:
+        raise MeasureError(f"node {name} could not {what}: {getattr(error, 'cause', None) or error}") from error

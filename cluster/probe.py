@@ -1,0 +1,70 @@
+"""One node's part in measuring a cluster: sends bytes to another node's probe, answers its own, looks at its GPUs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+
+_PINGS = 20
+_CHUNK = bytes(256 * 1024)
+_SEND_S = 0.4
+_MOST_BYTES = 256 * 2**20
+_WAIT_S = 20.0
+
+
+class Probe:
+    """``listen`` on one, ``answer`` on it and ``measure`` on another at the same time."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> tuple[str, int]:
+        """Open a port for others; its address."""
+        if self._listener is None:
+            self._listener = socket.create_server((self._host, 0))
+            self._listener.settimeout(_WAIT_S)
+        return self._host, int(self._listener.getsockname()[1])
+
+    def answer(self) -> None:
+        """Serve one measurement: single bytes come back one by one; then everything is read, and its end confirmed."""
+        assert self._listener is not None
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.settimeout(_WAIT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(_PINGS):
+                connection.sendall(connection.recv(1))
+            while connection.recv(len(_CHUNK)):
+                pass
+            connection.sendall(b".")
+
+    def measure(self, host: str, port: int) -> tuple[float, float]:
+        """Latency one way in seconds (half the median round trip) and bytes a second, towards another probe."""
+        with socket.create_connection((host, port), timeout=_WAIT_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            trips = [_round_trip(connection) for _ in range(_PINGS)]
+            began, sent = time.perf_counter(), 0
+            while time.perf_counter() - began < _SEND_S and sent < _MOST_BYTES:
+                connection.sendall(_CHUNK)
+                sent += len(_CHUNK)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+            return statistics.median(trips) / 2, sent / (time.perf_counter() - began)
+
+    def gpu_topology(self) -> str:
+        """What ``nvidia-smi topo -m`` prints; empty where there is none."""
+        tool = shutil.which("nvidia-smi")
+        if tool is None:
+            return ""
+        return subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=_WAIT_S).stdout
+
+
+def _round_trip(connection: socket.socket) -> float:
+    began = time.perf_counter()
+    connection.sendall(b".")
+    connection.recv(1)
+    return time.perf_counter() - began
