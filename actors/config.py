@@ -52,6 +52,8 @@ class Place(BaseModel):
     node_id: str
     host: str
     pid: int
+    machine: str = ""
+    """Names the running system: equal for nodes that share one."""
 
 
 class Loaded(BaseModel):
@@ -73,3 +75,15 @@ class RankStatus(BaseModel):
     loaded_bytes: int = 0
     total_bytes: int = 0
     steps: int = 0
+
+
+class RankReport(BaseModel):
+    """Where a rank is, in the cluster and in its layout, and how far."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: Place
+    device: str
+    """``cpu``, or ``cuda`` with the ids of the GPUs as the node numbers them."""
+    coords: dict[str, int]
+    status: RankStatus

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -40,7 +41,13 @@ class Rank:
 
     def place(self, node_id: str, host: str) -> Place:
         """Where this process runs."""
-        return Place(world_rank=self._config.world_rank, node_id=node_id or socket.gethostname(), host=host, pid=os.getpid())
+        return Place(
+            world_rank=self._config.world_rank,
+            node_id=node_id or socket.gethostname(),
+            host=host,
+            pid=os.getpid(),
+            machine=_boot_id() or socket.gethostname(),
+        )
 
     def serve_store(self, token: str, host: str) -> int:
         """Serve the rendezvous store on a free port (world rank 0 only). Returns the port."""
@@ -92,7 +99,18 @@ class Rank:
         return int(free)
 
 
+def _boot_id() -> str:
+    """Names this run of this machine's kernel; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _share_of_cores(layout: Layout, rendezvous: Rendezvous, world_rank: int) -> int:
-    """This rank's share of the cores, as if all replicas were on its node: slower than need be, never oversubscribed."""
-    here = rendezvous.nodes.count(rendezvous.nodes[world_rank]) * layout.replicas
+    """This rank's share of the cores, as if all replicas were on its machine: slower than need be, never oversubscribed.
+
+    A machine is an address: several nodes on one share its cores.
+    """
+    here = rendezvous.hosts.count(rendezvous.hosts[world_rank]) * layout.replicas
     return max(1, len(os.sched_getaffinity(0)) // here)

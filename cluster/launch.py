@@ -16,16 +16,17 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.util import list_named_actors
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
+from actors.config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
 from cluster.local import NAMESPACE
 from cluster.rank_actor import RankActor
+from cluster.seats import Seats
 from cluster.settings import ReplicaSettings
-from placement.bundles import bundle_of
 from placement.memory import BLOCK_TOKENS
 from placement.model_spec import ModelError
+
+_LOOK_EVERY_S = 2.0
 
 
 class LaunchError(RuntimeError):
@@ -52,22 +53,23 @@ class Ranks:
             ray.kill(actor)
 
 
-def launch(settings: ReplicaSettings, seats: PlacementGroup, name: str) -> Ranks:
+def launch(settings: ReplicaSettings, seats: Seats, name: str) -> Ranks:
     """Bring up all ranks of one replica in its seats. On any failure every rank is ended, and `LaunchError` says why."""
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, seats, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:
-        places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline))
+        places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, seats))
+        _check_seats(places, seats)
         _check_reachable(places)
-        port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline)[0]
+        port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline, seats)[0]
         rendezvous = Rendezvous(
             token=token,
             nodes=tuple(place.node_id for place in places),
             hosts=tuple(place.host for place in places),
             store_port=port,
         )
-        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline)
-        loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline))
+        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, seats)
+        loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline, seats))
     except BaseException:
         for actor in actors:
             ray.kill(actor)
@@ -77,11 +79,20 @@ def launch(settings: ReplicaSettings, seats: PlacementGroup, name: str) -> Ranks
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:
     """How far every rank actor of the connected cluster is, by actor name; ranks that do not answer are left out."""
+    return _asked("progress", timeout_s)
+
+
+def rank_reports(timeout_s: float = 5.0) -> dict[str, RankReport]:
+    """Where every rank actor of the connected cluster is and how far, by actor name; the silent ones are left out."""
+    return _asked("report", timeout_s)
+
+
+def _asked(method: str, timeout_s: float) -> dict[str, Any]:
     names = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     asked: dict[ray.ObjectRef[Any], str] = {}
     for name in names:
         with suppress(ValueError):  # gone since it was listed
-            asked[ray.get_actor(name, namespace=NAMESPACE).progress.remote()] = name
+            asked[getattr(ray.get_actor(name, namespace=NAMESPACE), method).remote()] = name
     ready, _late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     answers = {}
     for ref in ready:
@@ -90,7 +101,7 @@ def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:
     return dict(sorted(answers.items()))
 
 
-def _make(settings: ReplicaSettings, seats: PlacementGroup, rank: int, name: str) -> ActorHandle[Any]:
+def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> ActorHandle[Any]:
     config = RankConfig(
         world_rank=rank,
         layout=settings.layout,
@@ -111,7 +122,7 @@ def _make(settings: ReplicaSettings, seats: PlacementGroup, rank: int, name: str
             num_gpus=1 if settings.device == "cuda" else 0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=seats, placement_group_bundle_index=bundle_of(settings.layout, rank)
+                placement_group=seats.group, placement_group_bundle_index=seats.bundle_of_rank[rank]
             ),
         )
         .remote(config)
@@ -119,14 +130,18 @@ def _make(settings: ReplicaSettings, seats: PlacementGroup, rank: int, name: str
     return actor
 
 
-def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float) -> list[Any]:
-    """Every result, in rank order; the first failure or the deadline ends the wait. Raises `LaunchError`."""
+def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, seats: Seats) -> list[Any]:
+    """Every result, in rank order; the first failure, a lost seat or the deadline ends the wait. Raises `LaunchError`."""
     waiting, rank_of = list(refs), {ref: rank for rank, ref in enumerate(refs)}
     while waiting:
         left = deadline - time.monotonic()
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(left, 0))
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(min(left, _LOOK_EVERY_S), 0))
+        ranks = ", ".join(str(rank_of[ref]) for ref in waiting)
+        if not ready and not seats.are_whole():
+            raise LaunchError(f"a node was lost while waiting for rank {ranks} to {what}")
+        if not ready and left > 0:
+            continue
         if not ready:
-            ranks = ", ".join(str(rank_of[ref]) for ref in waiting)
             raise LaunchError(f"timed out waiting for rank {ranks} to {what}")
         try:
             ray.get(ready)
@@ -138,10 +153,19 @@ def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float) -> list
     return list(ray.get(list(refs)))
 
 
-def _check_reachable(places: Sequence[Place]) -> None:
-    nodes = {place.node_id for place in places}
+def _check_seats(places: Sequence[Place], seats: Seats) -> None:
+    """Every rank runs where its seat is. Raises `LaunchError`."""
     for place in places:
-        if len(nodes) > 1 and ipaddress.ip_address(place.host).is_loopback:
+        node = seats.node_of(place.world_rank)
+        if place.node_id != node:
+            raise LaunchError(f"rank {place.world_rank} runs on node {place.node_id}, but its seat is on {node}")
+
+
+def _check_reachable(places: Sequence[Place]) -> None:
+    """Nodes that are several raylets of one machine may well talk over its loopback address."""
+    nodes, machines = {place.node_id for place in places}, {place.machine for place in places}
+    for place in places:
+        if len(machines) > 1 and ipaddress.ip_address(place.host).is_loopback:
             raise LaunchError(
                 f"rank {place.world_rank} reports the loopback address {place.host} while the layout spans "
                 f"{len(nodes)} nodes: start Ray on that node with --node-ip-address, or set GLOO_SOCKET_IFNAME there"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import ray
 from ray.util import get_node_ip_address
 
-from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
+from actors.config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
+from placement.mesh import coords
 
 if TYPE_CHECKING:
     from actors.rank import Rank
@@ -19,6 +21,7 @@ class RankActor:
     def __init__(self, config: RankConfig) -> None:
         from actors.rank import Rank
 
+        self._config = config
         self._rank: Rank = Rank(config)
 
     def where(self) -> Place:
@@ -45,3 +48,15 @@ class RankActor:
     def progress(self) -> RankStatus:
         """`Rank.status`, answered while `run` occupies the actor's main thread."""
         return self._rank.status()
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> RankReport:
+        """Where this rank is and how far, answered while `run` occupies the actor's main thread."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") or []
+        device = self._config.device
+        return RankReport(
+            place=self.where(),
+            device=f"{device}:{','.join(map(str, gpus))}" if gpus else device,
+            coords=asdict(coords(self._config.layout, self._config.world_rank)),
+            status=self._rank.status(),
+        )

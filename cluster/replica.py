@@ -1,7 +1,7 @@
 """A replica: one engine and the ranks that run its plans, alive as long as both are.
 
 Any rank's death, or a step that does not come back, ends all ranks: their requests get one error event each, and the
-ranks are made anew in the same seats. The replica process itself stays.
+ranks are made anew in the same seats, or in others where a node is gone. The replica process itself stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.engine.balancing import Balancing
 from actors.engine.config import EngineConfig
@@ -27,7 +26,6 @@ from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from placement import memory, mesh
-from placement.bundles import bundles
 from placement.model_spec import DTYPE_BYTES
 
 log = logging.getLogger("shardwright.replica")
@@ -49,7 +47,7 @@ class Replica:
         self._down: str | None = "starting"
         self._dead: str | None = None
         self._tokens = TokenSender()
-        self._seats = self._take_seats()
+        self._seats = seats.take(settings, _here())
         self._ranks = launch.launch(settings, self._seats, name)
         self._blocks = _num_blocks(settings, self._ranks)
         link, self._sentinels = self._link()
@@ -128,15 +126,11 @@ class Replica:
         self.engine.close()
         self._tokens.close()
         self._ranks.kill()
-        remove_placement_group(self._seats)
+        self._seats.free()
 
     def __del__(self) -> None:
         if hasattr(self, "_watcher") and not self._closing.is_set():
             self.close()
-
-    def _take_seats(self) -> PlacementGroup:
-        layout = self._settings.layout
-        return seats.take(bundles(layout, self._settings.device), layout.pp > 1, self._settings.start_timeout_s)
 
     def _link(self) -> tuple[ZmqEngineLink, list[ray.ObjectRef[Any]]]:
         layout, host = self._settings.layout, get_node_ip_address()
@@ -159,6 +153,9 @@ class Replica:
         self._ranks.kill()
         for _attempt in range(_REBUILDS):
             try:
+                if not self._seats.are_whole():  # a node is gone, and its seats with it
+                    self._seats.free()
+                    self._seats = seats.take(self._settings, _here())
                 self._ranks = launch.launch(self._settings, self._seats, self._name)
                 link, self._sentinels = self._link()
             except Exception as error:
@@ -170,6 +167,11 @@ class Replica:
             return
         self._dead = self._down
         self._closing.set()
+
+
+def _here() -> str:
+    """The node of this process, as Ray calls it."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) -> str:

@@ -1,7 +1,11 @@
 """Seats for ranks: one placement group per replica, one bundle per tensor-parallel group.
 
-A bundle is never split over nodes, so a tp group sits inside one node by construction; stages are spread over nodes
-where there are several.
+A bundle is never split over nodes, so a tp group sits inside one node by construction. Which node each bundle sits on is
+decided by `placement.seating`, from what is free, and asked for by node id.
+
+    look at the nodes ──→ impossible ──→ refuse, or (nodes may come) wait with the demand known to Ray
+          ↑               busy       ──→ wait
+          └────────────── seated     ──→ reserve; somebody was faster: look again
 """
 
 from __future__ import annotations
@@ -9,41 +13,88 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from placement.bundles import impossible
+from cluster.discover import available, discover
+from cluster.local import NAMESPACE
+from cluster.settings import ReplicaSettings
+from cluster.topology import free_slots
+from placement.bundles import Bundle, bundle_of, bundles, impossible
+from placement.crossings import crossing_lines, link_loads, nodes_of_ranks
+from placement.hardware import ClusterSpec
+from placement.seating import Seating, seat
+from placement.step_shape import StepShape
 
 log = logging.getLogger("shardwright.seats")
 
+NODE_ID = "ray.io/node-id"
 _REPORT_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.5
+_LOST_NODES_S = 24 * 3600.0
+"""A replica that had seats waits so long for the nodes to come back."""
+_RESERVE_S = 3.0
+"""Seats that are free are reserved in milliseconds; if not, somebody else has them."""
 
 
 class SeatError(RuntimeError):
     """The cluster cannot seat a replica, or did not in time. Says which bundle, which resource, and what there is."""
 
 
-def take(bundles: Sequence[Mapping[str, float]], spread: bool, timeout_s: float) -> PlacementGroup:
-    """Reserve the bundles, which are freed when the calling process ends.
+@dataclass(frozen=True)
+class Seats:
+    """A replica's reserved bundles: the bundle of each rank, and the node (Ray's id) of each bundle."""
 
-    Impossible is told apart from busy before waiting. Raises `SeatError`.
+    group: PlacementGroup
+    bundle_of_rank: tuple[int, ...]
+    nodes: tuple[str, ...]
+
+    def node_of(self, world_rank: int) -> str:
+        """The node a rank must run on."""
+        return self.nodes[self.bundle_of_rank[world_rank]]
+
+    def are_whole(self) -> bool:
+        """Whether every bundle is still reserved: none of the nodes is gone."""
+        return str(placement_group_table(self.group).get("state")) == "CREATED"
+
+    def free(self) -> None:
+        """Give them back."""
+        remove_placement_group(self.group)
+
+
+def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
+    """Reserve seats for one replica, which are freed when the calling process ends.
+
+    Impossible is told apart from busy before waiting: it is refused at once, unless the nodes were there before, or are still
+    to start (`ReplicaSettings.nodes_wait_s`). `home`: the node (Ray's id) to begin on where nothing speaks against it. Raises
+    `SeatError`.
     """
-    reason = impossible(bundles, node_resources())
-    if reason is not None:
-        raise SeatError(reason)
-    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy="SPREAD" if spread else "PACK")
-    began = time.monotonic()
-    while not group.wait(_REPORT_EVERY_S):
-        waited = time.monotonic() - began
-        if waited > timeout_s:
-            state = placement_group_table(group).get("state", "unknown")
-            remove_placement_group(group)
-            raise SeatError(
-                f"no free seats for {list(bundles)} after {waited:.0f} s (placement group is {state}): the cluster is busy"
-            )
-        log.warning("waiting for free seats for %s: %.0f of %.0f s", list(bundles), waited, timeout_s)
-    return group
+    wanted, again = bundles(settings.layout, settings.device), _had_seats(settings)
+    wait = _Wait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
+    demand: PlacementGroup | None = None
+    try:
+        while True:
+            reason = impossible(wanted, node_resources())
+            if reason is None:
+                if demand is not None:
+                    remove_placement_group(demand)
+                    demand = None
+                found = _seated(settings, wanted, home)
+                if found is not None:
+                    _remember(settings)
+                    return found
+                wait.a_little(f"no free seats for {wanted}: the cluster is busy")
+            elif again or settings.nodes_wait_s:
+                demand = demand or _demand(settings, wanted)
+                wait.a_little(f"nodes are missing: {reason}")
+            else:
+                raise SeatError(reason)
+    finally:
+        if demand is not None:
+            remove_placement_group(demand)
 
 
 def node_resources() -> dict[str, dict[str, float]]:
@@ -51,3 +102,86 @@ def node_resources() -> dict[str, dict[str, float]]:
     return {
         f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in ray.nodes() if node["Alive"]
     }
+
+
+def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
+    """The bundle of each rank, in world-rank order."""
+    return tuple(bundle_of(settings.layout, rank) for rank in range(settings.layout.world))
+
+
+class _Wait:
+    """Looks again and again until a deadline, and says so now and then."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._began, self._timeout_s = time.monotonic(), timeout_s
+        self._reported_at = self._began
+
+    def a_little(self, why: str) -> None:
+        """Raises `SeatError` when the time is up."""
+        now = time.monotonic()
+        if now - self._began > self._timeout_s:
+            raise SeatError(f"{why} (waited {now - self._began:.0f} s)")
+        if now - self._reported_at > _REPORT_EVERY_S:
+            log.warning("waiting, %.0f of %.0f s: %s", now - self._began, self._timeout_s, why)
+            self._reported_at = now
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> Seats | None:
+    """Seats on what is free now; None where that is too little, or somebody else was faster."""
+    cluster = discover(settings.device)
+    free = free_slots(cluster, available(), settings.device)
+    ids = [node.id for node in cluster.nodes]
+    others = [at for at, node in enumerate(cluster.nodes) if free[at] < node.slots]
+    seating = seat(settings.layout, settings.spec, cluster, free, others, ids.index(home) if home in ids else None)
+    if seating is None:
+        return None
+    nodes = tuple(ids[at] for at in seating.nodes)
+    group = placement_group([dict(bundle) for bundle in wanted], bundle_label_selector=[{NODE_ID: node} for node in nodes])
+    if not group.wait(_RESERVE_S):
+        remove_placement_group(group)
+        return None
+    _verify(group, nodes)
+    _warn_of_slow_links(settings, cluster, seating)
+    return Seats(group, bundles_of_ranks(settings), nodes)
+
+
+def _verify(group: PlacementGroup, nodes: Sequence[str]) -> None:
+    """The bundles are where they were asked for. Raises `SeatError`."""
+    got: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    wrong = [f"bundle {at} on {got.get(at)} instead of {node}" for at, node in enumerate(nodes) if got.get(at) != node]
+    if wrong:
+        remove_placement_group(group)
+        raise SeatError(f"Ray has placed {'; '.join(wrong)}")
+
+
+def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, seating: Seating) -> None:
+    """A layout that must cross a slow link says what that costs: one token for each lane."""
+    step = StepShape.of(settings.layout.attn_dp, 1, dtype=settings.dtype, lanes=settings.layout.attn_dp)
+    ranks = nodes_of_ranks(settings.layout, seating)
+    for line in crossing_lines(cluster, link_loads(settings.spec, settings.layout, step, cluster, ranks), only_slow=True):
+        log.warning("%s", line)
+
+
+def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGroup:
+    """Tells Ray, and with it an autoscaler, what is missing: in one fast domain where those have names, a node for each stage
+    where there are several."""
+    domains = {node.domain for node in discover(settings.device).nodes} - {None}
+    spread = "SPREAD" if settings.layout.pp > 1 else "PACK"
+    topology = {NODE_ID: spread, "ray.io/gpu-domain": "STRICT_PACK"} if domains else {NODE_ID: spread}
+    group: PlacementGroup = placement_group([dict(bundle) for bundle in wanted], topology_strategy=topology)
+    return group
+
+
+def _had_seats(settings: ReplicaSettings) -> bool:
+    """Whether a replica of this deployment had seats once."""
+    return bool(settings.deployment) and bool(_internal_kv_exists(_key(settings), namespace=NAMESPACE.encode()))
+
+
+def _remember(settings: ReplicaSettings) -> None:
+    if settings.deployment:
+        _internal_kv_put(_key(settings), b"1", namespace=NAMESPACE.encode())
+
+
+def _key(settings: ReplicaSettings) -> bytes:
+    return f"seated-{settings.deployment}".encode()

@@ -41,5 +41,9 @@ class ReplicaSettings(BaseModel):
     rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Both: see `Balancing`."""
+    deployment: str = ""
+    """Names this deployment of the replicas: those that come later know that there were seats for them."""
+    nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long the first replicas wait for nodes that are still to start; 0: what does not fit is refused at once."""
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0

@@ -43,7 +43,7 @@ class ClusterWatch:
 
     def check(self) -> None:
         """Return while the cluster lives."""
-        reason = _dead_process() if self._cluster.embedded else self._silence()
+        reason = _dead_process(self._cluster.head) if self._cluster.embedded else self._silence()
         if reason is not None and not self._over.is_set():
             self._only_once.acquire()
             self._lost(reason)
@@ -82,11 +82,8 @@ def end_descendants() -> bool:
     return not found
 
 
-def _dead_process() -> str | None:
-    """What has become of the processes an embedded cluster cannot be without."""
-    import ray
-
-    node: Any = ray._private.worker._global_node
+def _dead_process(node: Any) -> str | None:
+    """What has become of the processes an embedded cluster cannot be without: those of its head."""
     dead: list[tuple[str, subprocess.Popen[bytes]]] = [] if node is None else node.dead_processes()
     for kind, process in dead:
         if kind in _VITAL:

@@ -7,6 +7,7 @@ Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and S
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any
 
@@ -17,40 +18,39 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from cluster import topology
 from cluster.discover import best_device, discover
 from cluster.replica import Replica
+from cluster.seats import NODE_ID
 from cluster.settings import ReplicaSettings
 from placement import checkpoint_header
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
+from serve_app.names import ENGINE, INGRESS
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.preflight import check_files
 from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
-from serve_app.settings import ServeArgs, parse_args, replica_settings, served_name
-
-APP_NAME = "shardwright"
-ENGINE = "Engine"
-INGRESS = "Ingress"
+from serve_app.settings import ServeArgs, parse_args, read_api_keys, replica_settings, served_name
 
 _ONGOING = 100_000
 """The engine queues and refuses by its own rules; Serve shall not queue before it."""
 
 
 class EngineReplica(Replica):
-    """A `Replica` that takes its name from Serve."""
+    """A `Replica` that takes its name from Serve. `settings`: what the application came to where it was made on the cluster."""
 
-    def __init__(self, args: ServeArgs) -> None:
-        super().__init__(settings_in_cluster(args), str(serve.get_replica_context().replica_id.unique_id))
+    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None) -> None:
+        super().__init__(settings or settings_in_cluster(args), str(serve.get_replica_context().replica_id.unique_id))
 
 
 class Ingress:
     """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
 
-    def __init__(self, args: ServeArgs, engine: DeploymentHandle[Any]) -> None:
-        self._model = served_model(args, settings_in_cluster(args))
+    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, engine: DeploymentHandle[Any]) -> None:
+        self._model = served_model(args, settings or settings_in_cluster(args))
         # Serve's proxy puts the request's own id on the answer, or the one it gave it.
-        self._settings = ApiSettings(api_keys=args.api_keys, request_id_on_answers=False)
+        self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
         self._backend = HandleBackend(engine, args.replica_wait_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -58,9 +58,9 @@ class Ingress:
 
 
 def settings_in_cluster(args: ServeArgs) -> ReplicaSettings:
-    """What `args` come to on the connected cluster. Raises `ModelError` or `LayoutError`."""
+    """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError` or `LayoutError`."""
     device = args.device if args.device != "auto" else best_device()
-    return replica_settings(args, device, discover(device))
+    return replica_settings(args, device, None if args.nodes_wait_s else discover(device))
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
@@ -87,13 +87,14 @@ def build(arguments: dict[str, Any]) -> Application:
 def application(args: ServeArgs) -> Application:
     """See `build`, without its look into the model's files, which ``shardwright serve`` takes before it starts Ray."""
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
-    settings = settings_in_cluster(args) if ray.is_initialized() else replica_settings(args, "cpu")
+    known = _settled(args) if ray.is_initialized() else None
+    settings = known or replica_settings(args, "cpu")
     engine: Any = serve.deployment(
         EngineReplica,
         name=ENGINE,
         num_replicas=settings.layout.replicas,
         max_ongoing_requests=_ONGOING,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_beside_ranks(settings) if known else {"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
         health_check_period_s=2,
         health_check_timeout_s=30,
@@ -105,10 +106,38 @@ def application(args: ServeArgs) -> Application:
         serve.ingress()(Ingress),
         name=INGRESS,
         max_ongoing_requests=_ONGOING,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_entrance(args, known),
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=1,
     )
-    app: Application = ingress.bind(args, engine.bind(args))
+    app: Application = ingress.bind(args, known, engine.bind(args, known))
     return app
+
+
+def _settled(args: ServeArgs) -> ReplicaSettings:
+    """Settings that do not change when a node comes or goes later, for one deployment."""
+    return settings_in_cluster(args).model_copy(update={"deployment": secrets.token_hex(8)})
+
+
+def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:
+    """An engine lives on a node that has slots, so that it is lost with its ranks and not with another node."""
+    without = topology.slotless(ray.nodes(), settings.device)
+    others = settings.nodes_wait_s or len(without) < sum(node["Alive"] for node in ray.nodes())
+    return {"num_cpus": 0} | ({"label_selector": {NODE_ID: f"!in({', '.join(without)})"}} if without and others else {})
+
+
+def _entrance(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
+    """Where the HTTP process lives."""
+    if known is None:
+        return {"num_cpus": 0}
+    return _on_head() if args.entrance == "head" else _beside_ranks(known)
+
+
+def _on_head() -> dict[str, Any]:
+    """The HTTP process lives where Serve's proxy is; on any node where that is not possible."""
+    head = topology.head_of(ray.nodes())
+    if head is None:
+        return {"num_cpus": 0}
+    anywhere = [{"label_selector": {NODE_ID: "!none"}}]
+    return {"num_cpus": 0, "label_selector": {NODE_ID: head}, "fallback_strategy": anywhere}

@@ -18,6 +18,9 @@ from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, installed
 app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a GGUF file, a hub id, or a built-in name.")]
+Address = Annotated[
+    str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, else the one a command on this machine embeds.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -53,9 +56,13 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to join; default: RAY_ADDRESS, else an embedded one.")
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Embed so many Ray nodes of so many slots on this machine, for example 2x4.")
+    ] = None,
     json_logs: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
+    from cluster.local import Shape
     from serve_app.serve_command import run_server
     from serve_app.settings import ServeArgs
 
@@ -78,7 +85,8 @@ def serve(
             "api_keys": api_key or (),
         }
     )
-    run_server(args, host=host, port=port, address=address, json_logs=json_logs)
+    shape = None if nodes is None else Shape.parse(nodes)
+    run_server(args, host=host, port=port, address=address, json_logs=json_logs, shape=shape)
 
 
 @app.command()
@@ -135,6 +143,63 @@ def verify(
         {"model": model, "layout": layout, "tokens": tokens, "processes": processes, "dtype": dtype}
     )
     run_verify(args, as_json=as_json)
+
+
+@app.command()
+def render(
+    model: Model = DEFAULT_MODEL,
+    layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=8,pp=2 or tp=2,replicas=2.")] = "",
+    target: Annotated[str, typer.Option(help="ray-up, kuberay or serve.")] = "serve",
+    name: Annotated[str, typer.Option(help="Every object's name begins with it.")] = "shardwright",
+    model_path: Annotated[str | None, typer.Option(help="Where the machines find the model, if not where it is here.")] = None,
+    slots: Annotated[int, typer.Option(help="Ranks one machine can run: its GPUs, or seats for CPU ranks.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    cpus: Annotated[int | None, typer.Option(help="CPUs of one machine; default: its slots.")] = None,
+    memory: Annotated[str, typer.Option(help="Memory of one machine, for example 64GiB.")] = "64GiB",
+    accelerator: Annotated[str | None, typer.Option(help="Kind of GPU a machine must have (kuberay).")] = None,
+    image: Annotated[str, typer.Option(help="Container image (kuberay).")] = "shardwright:latest",
+    spare: Annotated[int, typer.Option(help="Machines that stay free, for upgrades (kuberay).")] = 0,
+    gateway_class: Annotated[str | None, typer.Option(help="Gateway API class, for upgrades step by step (kuberay).")] = None,
+    provider: Annotated[str, typer.Option(help="local, aws or gcp (ray-up).")] = "local",
+    head: Annotated[str, typer.Option(help="Address of the head (local).")] = "",
+    worker: Annotated[list[str] | None, typer.Option(help="Address of a worker; once for each (local).")] = None,
+    ssh_user: Annotated[str, typer.Option(help="User on the machines (local).")] = "ubuntu",
+    ssh_key: Annotated[str | None, typer.Option(help="Private key for the machines (local).")] = None,
+    instance: Annotated[str, typer.Option(help="Instance type of workers (aws, gcp).")] = "",
+    region: Annotated[str, typer.Option(help="Region (aws, gcp).")] = "",
+    zone: Annotated[str, typer.Option(help="Availability zone (aws, gcp).")] = "",
+    project: Annotated[str, typer.Option(help="Project (gcp).")] = "",
+    setup: Annotated[list[str] | None, typer.Option(help="Command that readies a machine, instead of ours (local).")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for the files; default: print them.")] = None,
+) -> None:
+    """Write the files that bring LAYOUT to machines: `ray up`, KubeRay, or a Serve file."""
+    from serve_app.render_command import RenderArgs, run_render
+
+    given = {key: value for key, value in locals().items() if key in RenderArgs.model_fields and value is not None}
+    run_render(RenderArgs.model_validate({**given, "workers": worker or ()}))
+
+
+@app.command()
+def cluster(
+    address: Address = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: what the slots are counted in.")] = "auto",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the link between each two nodes (half a second each).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the nodes, slots, domains and links of a cluster."""
+    from serve_app.cluster_command import ClusterArgs, run_cluster
+
+    run_cluster(ClusterArgs.model_validate({"address": address, "device": device, "measure": measure}), as_json)
+
+
+@app.command()
+def status(address: Address = None, as_json: Json = False) -> None:
+    """Show what runs on a cluster: deployments, replicas, and where each rank is. Exit status 1: nothing serves."""
+    from serve_app.status_command import run_status
+
+    run_status(address, as_json)
 
 
 @app.command()

@@ -24,8 +24,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from cluster import local
 from cluster.settings import DEFAULT_CONTEXT, ReplicaSettings
 from cluster.watch import ClusterWatch, end_descendants
-from placement.layout import Layout
+from placement.layout import Layout, LayoutError
 from serve_app import proxy
+from serve_app.names import APP_NAME
 from serve_app.preflight import check_files
 from serve_app.reasons import first_reason, reason_of
 from serve_app.settings import ServeArgs, replica_settings
@@ -51,18 +52,20 @@ class StartFailed(SystemExit):
         super().__init__(2)
 
 
-def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, json_logs: bool) -> None:
-    """Serve until interrupted. Mistakes are found before anything starts, where they can be.
+def run_server(
+    args: ServeArgs, *, host: str, port: int, address: str | None, json_logs: bool, shape: local.Shape | None = None
+) -> None:
+    """Serve until interrupted. Mistakes are found before anything starts, where they can be. `shape`: embed these nodes.
 
     Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
     """
     _set_logs(json_logs)
-    settings, texts = _preflight(args, address)
+    settings, texts = _preflight(args, address, shape)
     port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
     with _told(stop):
-        cluster = _connect(address, settings.layout.devices)
+        cluster = _connect(address, settings.layout.devices, shape)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     watch = ClusterWatch(cluster, _cluster_lost)
     try:
@@ -78,9 +81,9 @@ def run_server(args: ServeArgs, *, host: str, port: int, address: str | None, js
         _end(cluster)
 
 
-def _connect(address: str | None, slots: int) -> local.Connection:
+def _connect(address: str | None, slots: int, shape: local.Shape | None) -> local.Connection:
     try:
-        return local.connect(address, slots=slots, environment=proxy.SETTING)
+        return local.connect(address, slots=slots, environment=proxy.SETTING, shape=shape)
     except ConnectionError as error:
         where = address or local.configured_address() or "this machine, where it was started"
         raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
@@ -101,10 +104,13 @@ def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: Non
         raise StartFailed(reason_of(error)) from error
 
 
-def _preflight(args: ServeArgs, address: str | None) -> tuple[ReplicaSettings, TextFiles]:
+def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[ReplicaSettings, TextFiles]:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
-    alone = address is None and not local.configured_address() and args.device != "cuda"
-    here = local.this_machine(Layout.parse(args.layout).devices) if alone else None
+    if shape is not None and (address is not None or args.device == "cuda"):
+        with_ = "--address" if address is not None else "--device cuda"
+        raise LayoutError(f"--nodes embeds CPU nodes on this machine, which {with_} speaks against: give one of them")
+    alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
+    here = local.this_machine(Layout.parse(args.layout).devices, shape) if alone else None
     settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
     return settings, check_files(Path(settings.model_path), settings.spec)
 
@@ -114,7 +120,7 @@ def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Non
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
 
-    from serve_app.app import APP_NAME, application
+    from serve_app.app import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
     serve.start(
@@ -151,8 +157,6 @@ def _status() -> ApplicationStatusOverview | None:
     """None while Serve's controller restarts: it does not answer, or does not know the application again yet."""
     from ray import serve
     from ray.exceptions import RayActorError
-
-    from serve_app.app import APP_NAME
 
     with suppress(RayActorError):
         return serve.status().applications.get(APP_NAME)
@@ -211,11 +215,8 @@ def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
 
 def _end(cluster: local.Connection) -> None:
     """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told."""
-    import ray
     from ray import serve
     from ray.serve.exceptions import RayServeException
-
-    from serve_app.app import APP_NAME
 
     if cluster.embedded:
         _end_by_force_after(_END_S)
@@ -232,8 +233,7 @@ def _end(cluster: local.Connection) -> None:
             # An embedded Ray takes the application with it, and where there is no Serve there is no application.
             left = None if cluster.embedded or isinstance(error, RayServeException) else reason_of(error)
         finally:
-            with suppress(Exception):  # Ray tries again when this process ends
-                ray.shutdown()
+            local.disconnect(cluster)
     if left is not None:
         print(f"error: the application {APP_NAME} may still be on the cluster at {cluster.address}: {left}", file=sys.stderr)
 

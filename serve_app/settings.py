@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -63,12 +64,25 @@ class ServeArgs(BaseModel):
     """A step that takes longer ends its ranks, which are made anew."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
     """While no engine replica runs, a request waits for one so long (or its own time limit, if shorter); then it is refused."""
+    nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to wait for nodes that are still to start; 0: a layout that does not fit now is refused at once."""
+    entrance: Literal["head", "anywhere"] = "head"
+    """Where the HTTP process lives: on the head node, whatever happens to the others, or wherever Serve puts it."""
     served_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = None
+    """A file of further keys, one a line, where the HTTP process runs; one that is not there has none."""
 
 
 class ArgumentError(ValueError):
     """Arguments that mean nothing to `ServeArgs`: says which, and what would."""
+
+
+def read_api_keys(args: ServeArgs) -> tuple[str, ...]:
+    """The keys that clients may send, those of the file included; none: no key is asked for."""
+    path = None if args.api_keys_file is None else Path(args.api_keys_file)
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    return (*args.api_keys, *(line.strip() for line in lines if line.strip()))
 
 
 def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
@@ -110,6 +124,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         rebalance_every=USUAL_INTERVAL if args.rebalance_every is None else args.rebalance_every,
         rebalance_skew=args.rebalance_skew,
         step_timeout_s=args.step_timeout_s,
+        nodes_wait_s=args.nodes_wait_s,
     )
 
 

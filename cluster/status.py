@@ -1,0 +1,127 @@
+"""What runs on the connected cluster: the application's deployments, their replicas, and where each rank really is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from pydantic import BaseModel, ConfigDict
+
+from actors.config import RankReport
+from cluster.launch import rank_reports
+
+
+class RankSeat(BaseModel):
+    """One rank of one replica. `node` is its address or, where several share one, its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world_rank: int
+    coords: dict[str, int]
+    state: str
+    steps: int
+    node: str
+    node_id: str
+    host: str
+    pid: int
+    device: str
+
+
+class ReplicaState(BaseModel):
+    """One Serve replica, with its ranks where it has some that answer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    state: str
+    node: str
+    pid: int | None
+    ranks: tuple[RankSeat, ...] = ()
+
+
+class DeploymentState(BaseModel):
+    """One deployment of the application, as Serve tells it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    status: str
+    message: str
+    replicas: tuple[ReplicaState, ...]
+
+
+class ClusterState(BaseModel):
+    """`application` is Serve's word for the whole, or ``NOT_STARTED``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    application: str
+    message: str = ""
+    deployments: tuple[DeploymentState, ...] = ()
+
+
+def cluster_state(details: dict[str, Any], name: str, node_names: dict[str, str]) -> ClusterState:
+    """The state of the application `name`, of Serve's details (``ServeInstanceDetails``) and of what the ranks report."""
+    application = details.get("applications", {}).get(name)
+    if application is None:
+        return ClusterState(application="NOT_STARTED")
+    reports = rank_reports()
+    return ClusterState(
+        application=application["status"],
+        message=application.get("message") or "",
+        deployments=tuple(
+            _deployment(each, reports, node_names) for each in sorted(application["deployments"].values(), key=_by_name)
+        ),
+    )
+
+
+def serve_details() -> dict[str, Any]:
+    """What Serve's controller knows of its applications; empty where no Serve runs."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return {}
+    call: Any = controller.get_serve_instance_details.remote()
+    found: dict[str, Any] = ray.get(call, timeout=10)
+    return found
+
+
+def _deployment(found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str]) -> DeploymentState:
+    replicas = tuple(
+        _replica(each, reports, node_names) for each in sorted(found["replicas"], key=lambda each: each["replica_id"])
+    )
+    return DeploymentState(name=found["name"], status=found["status"], message=found.get("message") or "", replicas=replicas)
+
+
+def _replica(found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str]) -> ReplicaState:
+    """The names of a replica's ranks begin with its id (`cluster.launch`)."""
+    name = found["replica_id"]
+    ranks = [_rank(report, node_names) for actor, report in reports.items() if actor.startswith(f"{name}-")]
+    return ReplicaState(
+        id=name,
+        state=found["state"],
+        node=node_names.get(found.get("node_id") or "", found.get("node_ip") or ""),
+        pid=found.get("pid"),
+        ranks=tuple(sorted(ranks, key=lambda rank: rank.world_rank)),
+    )
+
+
+def _rank(report: RankReport, node_names: dict[str, str]) -> RankSeat:
+    place, status = report.place, report.status
+    return RankSeat(
+        world_rank=place.world_rank,
+        coords=report.coords,
+        state=status.state,
+        steps=status.steps,
+        node=node_names.get(place.node_id, place.host),
+        node_id=place.node_id,
+        host=place.host,
+        pid=place.pid,
+        device=report.device,
+    )
+
+
+def _by_name(deployment: dict[str, Any]) -> str:
+    return str(deployment["name"])

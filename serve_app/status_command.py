@@ -1,0 +1,46 @@
+"""``shardwright status``: deployments, replicas with their state, and where each rank really is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from placement.columns import columns
+from serve_app.joining import joined
+
+if TYPE_CHECKING:
+    from cluster.status import ClusterState, DeploymentState
+
+
+def run_status(address: str | None, as_json: bool) -> None:
+    """Print the state of the application on a cluster. Exits with 1 unless it runs, 2 where no cluster answers."""
+    with joined(address):
+        from cluster.discover import best_device, discover
+        from cluster.status import cluster_state, serve_details
+        from serve_app.names import APP_NAME
+
+        names = {node.id: node.name for node in discover(best_device()).nodes}
+        state = cluster_state(serve_details(), APP_NAME, names)
+    typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
+    if state.application != "RUNNING":
+        raise typer.Exit(1)
+
+
+def _lines(state: ClusterState) -> Iterator[str]:
+    yield f"application {state.application}{f': {state.message}' if state.message else ''}"
+    for deployment in state.deployments:
+        yield f"{deployment.name} {deployment.status}{f': {deployment.message}' if deployment.message else ''}"
+        yield from _replicas(deployment)
+
+
+def _replicas(deployment: DeploymentState) -> Iterator[str]:
+    for replica in deployment.replicas:
+        yield f"  replica {replica.id} {replica.state} on {replica.node or 'no node yet'}, process {replica.pid or '-'}"
+        rows = [("rank", "at", "state", "steps", "node", "process", "device")]
+        for rank in replica.ranks:
+            at = " ".join(f"{axis} {index}" for axis, index in rank.coords.items())
+            rows.append((str(rank.world_rank), at, rank.state, str(rank.steps), rank.node, str(rank.pid), rank.device))
+        if replica.ranks:
+            yield from (f"  {line}" for line in columns(rows, right={0, 3, 5}))

@@ -1,0 +1,109 @@
+"""An embedded cluster of several nodes: who sits where, what `status` and `cluster` say of it, and seats that are not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from placement.hardware import ClusterSpec
+from tests.ray.server import run, serving
+from tests.ray.streaming import body
+from tests.tiny_models import tiny
+
+SOON_S = 30
+
+SEATS = """
+import threading, time
+from cluster.local import Shape, connect, disconnect
+from cluster.seats import SeatError, take
+from cluster.settings import ReplicaSettings
+from placement import checkpoint_header
+from placement.layout import Layout
+from pathlib import Path
+
+spec = checkpoint_header.read(Path({folder!r}))
+
+def asked(layout, **more):
+    return ReplicaSettings(model_path="", spec=spec, layout=Layout.parse(layout), max_model_len=10, **more)
+
+def refused(settings):
+    began = time.monotonic()
+    try:
+        take(settings)
+    except SeatError as error:
+        return f"{{time.monotonic() - began:.1f}}|{{error}}"
+
+cluster = connect(shape=Shape(2, 2))
+print("impossible|" + refused(asked("tp=3")))
+print("missing|" + refused(asked("tp=3", nodes_wait_s=2, start_timeout_s=1)))
+first = take(asked("tp=2,pp=2"))
+print("apart|" + str(len(set(first.nodes))) + "|" + str(first.are_whole()))
+print("busy|" + refused(asked("tp=2", start_timeout_s=2)))
+threading.Timer(2, first.free).start()
+second = take(asked("tp=2,pp=2", start_timeout_s=30))
+print("freed|" + str(second.bundle_of_rank))
+disconnect(cluster)
+"""
+
+
+def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
+    mine = {"TMPDIR": str(tmp_path)}  # where a command finds the cluster of another
+    folder = str(tiny("llama3").folder)
+    with serving(folder, "--layout", "tp=2,pp=2", "--dtype", "float32", "--nodes", "2x2", env=mine) as server:
+        alone = server.post("/v1/completions", body([1, 2, 3], 4))["choices"][0]["token_ids"]
+        assert len(alone) == 4
+        address = server.log.read_text().split("(Ray at ")[1].split(")")[0]
+        told = run("status", "--json", env=mine)
+        assert told.returncode == 0, told.stderr
+        state = json.loads(told.stdout)
+        assert state["application"] == "RUNNING"
+        [replica] = next(each for each in state["deployments"] if each["name"] == "Engine")["replicas"]
+        assert replica["state"] == "RUNNING"
+        ranks = replica["ranks"]
+        assert [rank["world_rank"] for rank in ranks] == [0, 1, 2, 3]
+        assert [rank["coords"]["pp"] for rank in ranks] == [0, 0, 1, 1]
+        nodes = [rank["node"] for rank in ranks]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert set(nodes) == {"node0", "node1"}
+        assert {rank["pid"] for rank in ranks} == {process.pid for process in server.ranks()}
+        assert {(rank["device"], rank["state"]) for rank in ranks} == {("cpu", "running")}
+        text = run("status", env=mine).stdout
+        assert "pp 1 attn_dp 0 cp 0 tp 1" in text
+        seen = ClusterSpec.model_validate_json(run("cluster", "--json", "--measure", env=mine).stdout)
+        assert [(node.name, node.slots) for node in seen.nodes] == [("node0", 2), ("node1", 2)]
+        assert seen.link(0, 1).source == "measured"
+        assert seen.link(0, 1).bytes_per_s > 1e6
+        refused = run("status", "--address", address)
+        assert refused.returncode == 2, "without the token nobody gets in"
+    none = run("status", env=mine)
+    assert none.returncode == 2
+    assert "no shardwright serve runs" in none.stderr
+
+
+def test_what_cannot_be_seated_is_refused_before_anything_starts() -> None:
+    began = time.monotonic()
+    refused = run("serve", str(tiny("llama3").folder), "--nodes", "2x1", "--layout", "tp=2")
+    assert time.monotonic() - began < SOON_S
+    assert refused.returncode == 2
+    assert "tp=2 does not fit inside one node" in refused.stderr
+    assert "has 1 slots" in refused.stderr
+    wrong = run("serve", str(tiny("llama3").folder), "--nodes", "2by1")
+    assert wrong.returncode == 2
+    assert "as in 2x4" in wrong.stderr
+
+
+def test_impossible_is_told_at_once_and_busy_waits() -> None:
+    done = run("-c", SEATS.format(folder=str(tiny("llama3").folder)), command=(sys.executable,), timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
+    assert float(told["impossible"][0]) < 2
+    assert "3 CPU" in told["impossible"][1]
+    assert "has 2 CPU" in told["impossible"][1]
+    assert 2 <= float(told["missing"][0]) < 10
+    assert "nodes are missing" in told["missing"][1]
+    assert told["apart"] == ["2", "True"]
+    assert 2 <= float(told["busy"][0]) < 10
+    assert "the cluster is busy" in told["busy"][1]
+    assert told["freed"] == ["(0, 0, 1, 1)"]
