@@ -1,0 +1,1 @@
+"""Files that bring a layout to machines: Serve files, `ray up` files, Kubernetes manifests. Plain values until written."""

@@ -1,0 +1,241 @@
+"""Manifests for KubeRay 1.7: a RayService for any layout, with what it stands on.
+
+One worker group holds all ranks. Its replica is a group of `Fleet.hosts` pods that come, go and are replaced together: one
+pipeline over several machines, or one machine. All names begin with the deployment's, so that two never meet.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
+from cluster.render.serve_file import HTTP_PORT, Deployment, serve_file
+from placement.layout import LayoutError
+
+Manifest = dict[str, Any]
+_LONGEST_NAME = 40
+"""Characters: KubeRay makes other names of it, which must keep below Kubernetes' 63."""
+
+
+class Cloud(BaseModel):
+    """What the Kubernetes cluster offers. `spare`: machines it has beyond those the deployment needs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: str
+    spare: int = Field(default=0, ge=0)
+    gateway_class: str | None = None
+    storage_class: str | None = None
+    storage_gib: int = Field(default=200, ge=1)
+    redis_image: str = "redis:7.4"
+
+
+def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]:
+    """Every object, by the file it goes to. Raises `LayoutError` for a name that Kubernetes would refuse."""
+    if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", deployment.name) or len(deployment.name) > _LONGEST_NAME:
+        raise LayoutError(
+            f"name {deployment.name!r} must be at most {_LONGEST_NAME} of a-z, 0-9 and '-', begin with a letter and not end "
+            "with '-'"
+        )
+    deployment = deployment.model_copy(update={"api_keys_file": KEYS_FILE})
+    return {
+        "service.yaml": [ray_service(deployment, cloud)],
+        "state.yaml": _redis(deployment.name, cloud),
+        "storage.yaml": [_models_claim(deployment.name, cloud)],
+        "network.yaml": _policies(deployment.name),
+        "monitor.yaml": [_pod_monitor(deployment.name)],
+    }
+
+
+def kustomization(name: str, files: list[str], base: str | None = None) -> Manifest:
+    """The list of files that `kubectl apply -k` reads. Two secrets are made by hand: see `docs/clusters.md`."""
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "labels": [{"pairs": {"app.kubernetes.io/part-of": name}, "includeSelectors": False}],
+        "resources": [*([base] if base else []), *files],
+    }
+
+
+def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
+    """The service: Serve's file, the cluster, and how it is replaced."""
+    text = yaml.safe_dump(serve_file(deployment, entrance_on_head=False), sort_keys=False)
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": deployment.name, "annotations": {"ray.io/initializing-timeout": "2h"}},
+        "spec": {
+            "upgradeStrategy": upgrade_strategy(deployment.fleet.machines, cloud),
+            "rayClusterDeletionDelaySeconds": 120,
+            "excludeHeadPodFromServeSvc": True,
+            "serveConfigV2": text,
+            "rayClusterConfig": _cluster(deployment, cloud),
+        },
+    }
+
+
+def upgrade_strategy(needed: int, cloud: Cloud) -> Manifest:
+    """A second cluster beside the first where it fits; step by step where part of it does and there is a gateway to shift the
+    traffic; else none: delete and apply."""
+    if cloud.spare >= needed:
+        return {"type": "NewCluster"}
+    percent = 100 * cloud.spare // needed
+    if percent and cloud.gateway_class is not None:
+        options = {"gatewayClassName": cloud.gateway_class, "maxSurgePercent": percent, "stepSizePercent": min(percent, 20)}
+        return {"type": "NewClusterWithIncrementalUpgrade", "clusterUpgradeOptions": {**options, "intervalSeconds": 30}}
+    return {"type": "None"}
+
+
+def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
+    fleet, name = deployment.fleet, deployment.name
+    claim, keys = f"{name}-models", f"{name}-api-keys"
+    ray_version = version("ray")
+    return {
+        "rayVersion": ray_version,
+        "enableInTreeAutoscaling": True,
+        "autoscalerOptions": {
+            "version": "v2",
+            "idleTimeoutSeconds": 600,
+            "resources": {"requests": {"cpu": "200m", "memory": "512Mi"}, "limits": {"cpu": "500m", "memory": "1Gi"}},
+        },
+        # Without a namespace of its own, each cluster's state lies under the cluster's UID.
+        "gcsFaultToleranceOptions": {
+            "redisAddress": f"{name}-state:6379",
+            "redisPassword": {"valueFrom": {"secretKeyRef": {"name": f"{name}-state", "key": "password"}}},
+        },
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0", "object-store-memory": str(2**30)},
+            "template": head_pod(name, cloud.image, claim, keys),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "ranks",
+                "replicas": fleet.groups,
+                "minReplicas": fleet.groups,
+                "maxReplicas": fleet.groups,
+                "numOfHosts": fleet.hosts,
+                "labels": {"shardwright/group": "ranks"},
+                "rayStartParams": _worker_params(deployment),
+                "template": worker_pod(name, cloud.image, fleet.machine, claim, keys),
+            }
+        ],
+    }
+
+
+def _worker_params(deployment: Deployment) -> dict[str, str]:
+    """All are strings. On a CPU machine a slot is what Ray calls a CPU, however many it has."""
+    machine = deployment.fleet.machine
+    slots = {"num-cpus": str(machine.slots)} if machine.kind == "cpu" else {}
+    return {**slots, "object-store-memory": str(machine.object_store_bytes)}
+
+
+def _redis(name: str, cloud: Cloud) -> list[Manifest]:
+    """Where the head keeps its state, so that a new head goes on where the old one ended."""
+    label = {"app.kubernetes.io/name": f"{name}-state"}
+    password = {"name": "REDIS_PASSWORD", "valueFrom": {"secretKeyRef": {"name": f"{name}-state", "key": "password"}}}
+    container = {
+        "name": "redis",
+        "image": cloud.redis_image,
+        "command": ["sh", "-c", 'exec redis-server --dir /data --appendonly yes --requirepass "$REDIS_PASSWORD"'],
+        "env": [password],
+        "ports": [{"name": "redis", "containerPort": 6379}],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    }
+    pod = {
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 999,
+            "fsGroup": 999,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": f"{name}-state"},
+            "spec": {"selector": label, "ports": [{"name": "redis", "port": 6379, "targetPort": "redis"}]},
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": f"{name}-state"},
+            "spec": {
+                "serviceName": f"{name}-state",
+                "replicas": 1,
+                "selector": {"matchLabels": label},
+                "template": {"metadata": {"labels": label}, "spec": pod},
+                "volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": _claim("ReadWriteOnce", 1, cloud)}],
+            },
+        },
+    ]
+
+
+def _models_claim(name: str, cloud: Cloud) -> Manifest:
+    """One copy of the model for all pods."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": f"{name}-models"},
+        "spec": _claim("ReadWriteMany", cloud.storage_gib, cloud),
+    }
+
+
+def _claim(mode: Literal["ReadWriteOnce", "ReadWriteMany"], gib: int, cloud: Cloud) -> Manifest:
+    named = {"storageClassName": cloud.storage_class} if cloud.storage_class else {}
+    return {"accessModes": [mode], **named, "resources": {"requests": {"storage": f"{gib}Gi"}}}
+
+
+def _policies(name: str) -> list[Manifest]:
+    """Pods of the service talk among themselves on any port (ranks let the kernel choose); others reach HTTP and metrics, the
+    operator the dashboard."""
+    pods = {"matchLabels": {SERVICE_LABEL: name}}
+    anywhere: Manifest = {"namespaceSelector": {}}
+    operator = {
+        "namespaceSelector": {},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}},
+    }
+    state = {"matchLabels": {"app.kubernetes.io/name": f"{name}-state"}}
+    return [
+        _policy(
+            f"{name}-ranks",
+            pods,
+            [
+                {"from": [{"podSelector": pods}]},
+                {"from": [anywhere], "ports": [{"port": HTTP_PORT}, {"port": 8080}]},
+                {"from": [operator], "ports": [{"port": 8265}, {"port": 52365}, {"port": HTTP_PORT}]},
+            ],
+        ),
+        _policy(f"{name}-state", state, [{"from": [{"podSelector": pods}], "ports": [{"port": 6379}]}]),
+    ]
+
+
+def _policy(name: str, pods: Manifest, ingress: list[Manifest]) -> Manifest:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name},
+        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def _pod_monitor(name: str) -> Manifest:
+    """Ray's own numbers from every pod, the engine's from every HTTP entrance."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {"name": name},
+        "spec": {
+            "selector": {"matchLabels": {SERVICE_LABEL: name}},
+            "podMetricsEndpoints": [{"port": "metrics"}, {"port": "serve", "path": "/metrics"}],
+        },
+    }

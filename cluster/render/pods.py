@@ -1,0 +1,109 @@
+"""Pods for KubeRay: containers that are not root, with shared memory, model cache, keys and the limits of their machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.render.serve_file import HTTP_PORT
+from placement.fleet import GIB, Machine
+
+MODELS = "/models"
+KEYS_FOLDER = "/etc/shardwright"
+KEYS_FILE = f"{KEYS_FOLDER}/api-keys"
+_SHM = "/dev/shm"
+_USER = 1000
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy.in_front",
+    # While the head is away the others go on; they wait this long for it to come back.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    "HF_HOME": f"{MODELS}/huggingface",
+}
+
+HEAD_MACHINE = {"cpu": "2", "memory": "8Gi"}
+
+
+SERVICE_LABEL = "shardwright/service"
+"""Names the service a pod belongs to, by which network policies and monitors find it."""
+
+
+def head_pod(name: str, image: str, claim: str, keys: str) -> dict[str, Any]:
+    """The head: no model work (its `num-cpus` is 0), but the HTTP entrance of small clusters."""
+    container = {
+        "name": "ray-head",
+        "image": image,
+        "env": _env(_ENVIRONMENT),
+        "ports": [
+            {"name": "gcs-server", "containerPort": 6379},
+            {"name": "dashboard", "containerPort": 8265},
+            {"name": "client", "containerPort": 10001},
+            {"name": "serve", "containerPort": HTTP_PORT},
+            {"name": "metrics", "containerPort": 8080},
+        ],
+        "resources": {"requests": HEAD_MACHINE, "limits": HEAD_MACHINE},
+        "securityContext": _CONFINED,
+        "volumeMounts": _mounts(),
+    }
+    spec = {"securityContext": _not_root(), "containers": [container], "volumes": _volumes(2 * GIB, claim, keys)}
+    return {"metadata": {"labels": {SERVICE_LABEL: name}}, "spec": spec}
+
+
+def worker_pod(name: str, image: str, machine: Machine, claim: str, keys: str) -> dict[str, Any]:
+    """A machine for ranks."""
+    amounts = {"cpu": str(machine.cpus), "memory": f"{machine.memory_bytes // 2**20}Mi"}
+    limits = amounts | ({"nvidia.com/gpu": str(machine.slots)} if machine.kind == "cuda" else {})
+    container = {
+        "name": "ray-worker",
+        "image": image,
+        "env": _env(_ENVIRONMENT),
+        "ports": [{"name": "serve", "containerPort": HTTP_PORT}, {"name": "metrics", "containerPort": 8080}],
+        "resources": {"requests": limits, "limits": limits},
+        "securityContext": _CONFINED,
+        "volumeMounts": _mounts(),
+        # Ranks end by themselves when their raylet does; a step in flight may still answer.
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop"]}}},
+    }
+    spec: dict[str, Any] = {
+        "securityContext": _not_root(),
+        "terminationGracePeriodSeconds": 60,
+        "containers": [container],
+        "volumes": _volumes(machine.shm_bytes, claim, keys),
+    }
+    if machine.kind == "cuda":
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if machine.accelerator is not None:
+        spec["nodeSelector"] = {"nvidia.com/gpu.product": machine.accelerator}
+    return {"metadata": {"labels": {SERVICE_LABEL: name}}, "spec": spec}
+
+
+_CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _not_root() -> dict[str, Any]:
+    return {"runAsNonRoot": True, "runAsUser": _USER, "fsGroup": _USER, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def _env(values: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _mounts() -> list[dict[str, Any]]:
+    return [
+        {"name": "shm", "mountPath": _SHM},
+        {"name": "models", "mountPath": MODELS},
+        {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
+        {"name": "logs", "mountPath": "/tmp/ray"},
+    ]
+
+
+def _volumes(shm_bytes: int, claim: str, keys: str) -> list[dict[str, Any]]:
+    """Shared memory counts against the memory of the pod."""
+    return [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_bytes // 2**20}Mi"}},
+        {"name": "models", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "keys", "secret": {"secretName": keys, "optional": True}},
+        {"name": "logs", "emptyDir": {"sizeLimit": "20Gi"}},
+    ]

@@ -1,0 +1,66 @@
+"""The lines that start Ray on machines of one's own: environment, limits, ports, resources, labels.
+
+Every port that another machine must reach is stated, for firewalls::
+
+    6379 head (GCS)   8265 dashboard and `serve deploy`   8076 object manager   8077 node manager   8000 HTTP
+    10002-19999       workers, and what ranks open between themselves (the kernel's own choice)
+"""
+
+from __future__ import annotations
+
+from placement.fleet import Machine
+
+HEAD_PORT = 6379
+DASHBOARD_PORT = 8265
+LABELS_FILE = "/etc/shardwright/labels"
+"""A machine's own labels, as in ``rack=r1,zone=z1``; a machine without the file has none."""
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",  # the token is in ~/.ray/auth_token of every machine
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+HEAD_ENVIRONMENT = {
+    # A machine that is cut off is known to be lost after about 8 s; by default it takes up to a minute.
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy.in_front",
+}
+
+
+def head_command(machine: Machine, auth: str = "token") -> str:
+    """The head does no model work: it has no slots."""
+    settings = [
+        *(f"{name}={value}" for name, value in {**ENVIRONMENT, **HEAD_ENVIRONMENT, "RAY_AUTH_MODE": auth}.items()),
+        "ray start --head",
+        f"--port={HEAD_PORT}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        f"--dashboard-port={DASHBOARD_PORT}",
+        f"--object-store-memory={machine.object_store_bytes}",
+        *_NODE_PORTS,
+        "--autoscaling-config=~/ray_bootstrap_config.yaml",
+    ]
+    return f"ulimit -n 65536; {' '.join(settings)}"
+
+
+def worker_command(machine: Machine, auth: str = "token") -> str:
+    """A machine for ranks, with its slots and its own labels."""
+    resources = [f"--num-cpus={machine.slots}", "--num-gpus=0"]
+    if machine.kind == "cuda":
+        resources = [f"--num-cpus={max(machine.cpus, machine.slots)}", f"--num-gpus={machine.slots}"]
+    settings = [
+        *(f"{name}={value}" for name, value in {**ENVIRONMENT, "RAY_AUTH_MODE": auth}.items()),
+        f"ray start --address=$RAY_HEAD_IP:{HEAD_PORT}",
+        *resources,
+        f"--object-store-memory={machine.object_store_bytes}",
+        *_NODE_PORTS,
+        f'--labels="$(cat {LABELS_FILE} 2>/dev/null)"',
+    ]
+    return f"ulimit -n 65536; {' '.join(settings)}"
+
+
+_NODE_PORTS = ("--object-manager-port=8076", "--node-manager-port=8077", "--min-worker-port=10002", "--max-worker-port=19999")

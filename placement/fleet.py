@@ -1,0 +1,85 @@
+"""How many machines of one kind a layout needs, and how they are grouped: pods of a replica, workers of a cluster.
+
+A replica that fits into one machine has machines to share with others, or its own; one that does not gets whole machines of its
+own, a stage never split where one machine holds it::
+
+    tp=4 on machines of 8          2 replicas a machine
+    tp=8,pp=2 on machines of 8     1 replica on 2 machines (a group of 2)
+    tp=4,pp=4 on machines of 8     1 replica on 2 machines, 2 stages on each
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from placement.hardware import ClusterSpec, DeviceKind, NodeSpec
+from placement.layout import Layout, LayoutError
+
+GIB = 2**30
+
+
+class Machine(BaseModel):
+    """One kind of machine (or pod): its slots, and what surrounds them. `memory_bytes` is RAM, whatever the device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slots: Annotated[int, Field(ge=1)]
+    kind: DeviceKind = "cpu"
+    cpus: Annotated[int, Field(ge=1)]
+    memory_bytes: Annotated[int, Field(ge=GIB)]
+    accelerator: str | None = None
+
+    @property
+    def shm_bytes(self) -> int:
+        """Shared memory for the object store, groups of CPU ranks, NCCL: a quarter of the memory, 16 GiB at most."""
+        return min(16 * GIB, self.memory_bytes // 4)
+
+    @property
+    def object_store_bytes(self) -> int:
+        """No tensor travels through the object store, so it needs little; and it must fit the shared memory."""
+        return min(GIB, self.shm_bytes // 2)
+
+
+class Fleet(BaseModel):
+    """`groups` times `hosts` machines; each group serves `replicas_a_group` replicas, on all its hosts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    machine: Machine
+    hosts: int
+    groups: int
+    replicas_a_group: int
+
+    @property
+    def machines(self) -> int:
+        """All of them."""
+        return self.hosts * self.groups
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster they make."""
+        machine = self.machine
+        memory = machine.memory_bytes if machine.kind == "cpu" else None
+        nodes = (
+            NodeSpec(name=f"machine{at}", slots=machine.slots, kind=machine.kind, memory_bytes=memory)
+            for at in range(self.machines)
+        )
+        return ClusterSpec(nodes=tuple(nodes))
+
+
+def fleet(layout: Layout, machine: Machine) -> Fleet:
+    """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one."""
+    room = machine.slots // layout.tp
+    if room == 0:
+        raise LayoutError(
+            f"tp={layout.tp} does not fit inside one machine of {machine.slots} slots, and a tp group never spans machines: "
+            f"use tp={machine.slots} or less, or machines with {layout.tp} slots"
+        )
+    bundles, of_stage = layout.world // layout.tp, layout.stage_ranks // layout.tp
+    if bundles <= room:
+        shared = min(room // bundles, layout.replicas)
+        return Fleet(machine=machine, hosts=1, groups=-(-layout.replicas // shared), replicas_a_group=shared)
+    hosts = -(-layout.pp // (room // of_stage)) if of_stage <= room else -(-bundles // room)
+    return Fleet(machine=machine, hosts=hosts, groups=layout.replicas, replicas_a_group=1)

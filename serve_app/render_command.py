@@ -1,0 +1,154 @@
+"""``shardwright render``: the files that bring a layout to machines, written for a layout and a kind of machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.render.kuberay import Cloud, kustomization, manifests
+from cluster.render.ray_up import cloud_cluster, local_cluster
+from cluster.render.serve_file import Deployment, serve_file
+from placement import checkpoint_header
+from placement.fleet import Machine, fleet
+from placement.layout import Layout, LayoutError, require
+from serve_app.catalog import resolve
+from serve_app.names import APP_NAME, ENGINE, INGRESS
+from serve_app.settings import Bytes
+
+IMPORT_PATH = "serve_app.app:build"
+Files = dict[str, list[dict[str, Any]]]
+
+
+class RenderArgs(BaseModel):
+    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given.
+
+    `spare`: machines that stay free, for an upgrade (kuberay).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    layout: str = ""
+    target: Literal["ray-up", "kuberay", "serve"]
+    name: str = APP_NAME
+    model_path: str | None = None
+    slots: int = Field(default=8, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    cpus: int | None = Field(default=None, ge=1)
+    memory: Bytes = 64 * 2**30
+    accelerator: str | None = None
+    image: str = "shardwright:latest"
+    spare: int = Field(default=0, ge=0)
+    gateway_class: str | None = None
+    provider: Literal["local", "aws", "gcp"] = "local"
+    head: str = ""
+    workers: tuple[str, ...] = ()
+    ssh_user: str = "ubuntu"
+    ssh_key: str | None = None
+    instance: str = ""
+    region: str = ""
+    zone: str = ""
+    project: str = ""
+    setup: tuple[str, ...] = ()
+    out: Path | None = None
+
+
+def run_render(args: RenderArgs) -> None:
+    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`."""
+    files = render(args)
+    if args.out is None:
+        typer.echo("---\n".join(text_of(documents) for documents in files.values()), nl=False)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, documents in files.items():
+        (args.out / name).write_text(text_of(documents))
+        print(f"wrote {args.out / name}", file=sys.stderr)
+
+
+def render(args: RenderArgs) -> Files:
+    """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
+    layout = Layout.parse(args.layout)
+    spec = checkpoint_header.read(resolve(args.model, header_only=True).path)
+    require(layout, spec)  # before the machines: they are counted for a layout that can be
+    deployment = deployment_of(args, layout)
+    require(layout, spec, deployment.fleet.cluster)
+    return files_of(args, deployment)
+
+
+def deployment_of(args: RenderArgs, layout: Layout) -> Deployment:
+    """The deployment that was asked for, on as many machines as it needs."""
+    machine = Machine(
+        slots=args.slots,
+        kind=args.device,
+        cpus=args.cpus or args.slots,
+        memory_bytes=args.memory,
+        accelerator=args.accelerator,
+    )
+    return Deployment(
+        name=args.name,
+        model=args.model_path or args.model,
+        layout=layout,
+        fleet=fleet(layout, machine),
+        import_path=IMPORT_PATH,
+        ingress=INGRESS,
+        engine=ENGINE,
+    )
+
+
+def files_of(args: RenderArgs, deployment: Deployment) -> Files:
+    """The files of one target."""
+    if args.target == "serve":
+        return {"serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+    if args.target == "kuberay":
+        cloud = Cloud(image=args.image, spare=args.spare, gateway_class=args.gateway_class)
+        files = manifests(deployment, cloud)
+        return {"kustomization.yaml": [kustomization(deployment.name, list(files))], **files}
+    return {"cluster.yaml": [_ray_up(args, deployment)], "serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+
+
+def text_of(documents: list[dict[str, Any]]) -> str:
+    """Documents as YAML, long texts as blocks."""
+    return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
+
+
+class _Blocks(yaml.SafeDumper):
+    """Texts of several lines are written as they are; what is used twice is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Blocks.add_representer(str, _block)
+
+
+def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:
+    if args.provider == "local":
+        need = deployment.fleet.machines
+        if not args.head or len(args.workers) < need:
+            raise LayoutError(
+                f"{deployment.layout} needs {need} worker machines of {args.slots} slots and a head beside them, but --head is "
+                f"{args.head!r} and --worker was given {len(args.workers)} times"
+            )
+        setup = {"setup": args.setup} if args.setup else {}
+        return local_cluster(deployment, args.head, args.workers, args.ssh_user, args.ssh_key, **setup)
+    wanted: Mapping[str, str] = {"instance": args.instance, "region": args.region, "zone": args.zone}
+    if args.provider == "gcp":
+        wanted = {**wanted, "project": args.project}
+    missing = [f"--{name}" for name, value in wanted.items() if not value]
+    if missing:
+        raise LayoutError(f"machines of {args.provider} want {', '.join(missing)}")
+    place = {"region": args.region, "availability_zone": args.zone}
+    place |= {"project_id": args.project} if args.provider == "gcp" else {}
+    head = {"aws": "m7i.large", "gcp": "n2-standard-2"}[args.provider]
+    return cloud_cluster(deployment, args.provider, args.instance, head, place)
