@@ -56,7 +56,7 @@ def latest() -> Session | None:
 
 
 def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"shardwright-{os.getuid()}"
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"shardwright-{os.getuid()}"
 
 
 def _is_ours(folder: Path) -> bool:

@@ -49,7 +49,7 @@ disconnect(cluster)
 
 
 def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
-    mine = {"TMPDIR": str(tmp_path)}  # where a command finds the cluster of another
+    mine = {"XDG_RUNTIME_DIR": str(tmp_path)}  # where a command finds the cluster of another
     folder = str(tiny("llama3").folder)
     with serving(folder, "--layout", "tp=2,pp=2", "--dtype", "float32", "--nodes", "2x2", env=mine) as server:
         alone = server.post("/v1/completions", body([1, 2, 3], 4))["choices"][0]["token_ids"]
