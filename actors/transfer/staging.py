@@ -11,6 +11,7 @@ is more than one, and both sides have room; else its ranges go straight into the
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from actors.model.kv_cache import KVCache
@@ -69,7 +70,7 @@ def gather(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, into: Ten
     """Put a copy's values, which lie at `slots` of the cache whose heads begin at `first_head`, into a staged run."""
     heads = slice(copy.kv_heads.start - first_head, copy.kv_heads.stop - first_head)
     for staged, layer in zip(into, copy.layers, strict=True):
-        staged.copy_(cache.runs(layer)[:, heads].index_select(2, slots.to(cache.device)))
+        torch.index_select(cache.runs(layer)[:, heads], 2, slots.to(cache.device), out=staged)
 
 
 def scatter(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, staged: Tensor) -> None:
