@@ -200,10 +200,11 @@ class LayerReport(Message):
 
 
 class ExpertReport(Message):
-    """What a rank's experts did since its last report, up to `step`; bytes are those it sent to other ranks."""
+    """What a rank's experts did in the `steps` steps since its last report, up to `step`; bytes are those it sent to others."""
 
     world_rank: int
     step: int
+    steps: int
     layers: list[LayerReport]
     sent_bytes: int
     """Of tokens on their way to experts and back."""

@@ -113,7 +113,8 @@ class ExpertBalancer:
         self._watch = Watch()
         self._is_due = False
         self._window = _Window(config)
-        self._latest: dict[int, ExpertReport] = {}
+        self._settled = -1
+        """The step of the newest map."""
         self._evenness = 1.0
         self._steps = 0
         self._bytes_per_s = config.bytes_per_s
@@ -131,12 +132,16 @@ class ExpertBalancer:
         moves = [self._moves.popleft()] if self._moves else []
         for move in moves:
             self._moved(move)
-        return plan.model_copy(update={"moves": moves, "asks_experts": self._steps % self._config.ask_every == 0})
+        ends = bool(moves) and not self._moves
+        if ends:  # what ranks tell of the steps until then was under other maps
+            self._settled, self._window = plan.step, _Window(self._config)
+        asks = ends or self._steps % self._config.ask_every == 0
+        return plan.model_copy(update={"moves": moves, "asks_experts": asks})
 
     def take(self, report: ExpertReport) -> None:
         """What one rank tells. A load is known when all have."""
-        self._latest[report.world_rank] = report
-        self._window.add(report)
+        if report.step > self._settled:
+            self._window.add(report)
         if report.move_s and report.moved_bytes:
             self._bytes_per_s = report.moved_bytes / report.move_s
         if self._window.is_whole:
@@ -193,7 +198,7 @@ class _Window:
         self._combine_s = [0.0] * config.ranks
         self._sent_bytes = [0] * config.ranks
         self._told: dict[int, int] = {}
-        """Reports of each rank."""
+        """Steps that each rank told of."""
 
     def add(self, report: ExpertReport) -> None:
         rank = report.world_rank
@@ -204,17 +209,17 @@ class _Window:
             if rank in self._config.counting:
                 self.load[index] = [total + more for total, more in zip(self.load[index], layer.tokens, strict=True)]
         self._sent_bytes[rank] += report.sent_bytes
-        self._told[rank] = self._told.get(rank, 0) + 1
+        self._told[rank] = self._told.get(rank, 0) + report.steps
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has told as often as the others."""
+        """Whether every rank has told of as many steps as the others."""
         return len(self._told) == self._config.ranks and len(set(self._told.values())) == 1
 
     @property
     def steps(self) -> int:
         """Steps that ranks have told of."""
-        return max(self._told.values(), default=0) * self._config.ask_every
+        return max(self._told.values(), default=0)
 
     @property
     def slowest_s(self) -> float:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from actors.engine import loop
 from actors.engine.balancing import Balancing, ExpertBalancer
 from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest, SamplingParams
+from actors.messages import ExpertReport, GenerateRequest, SamplingParams
+from actors.model.moe.router import Router
 from placement.expert_moves import moves, settled
-from placement.experts import ExpertMap
+from placement.experts import ExpertMap, bound
 from placement.layout import Layout
 from placement.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
 from tests.inprocess import in_process
@@ -45,18 +48,19 @@ class Shuffler:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "steps"),
     [
-        ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"),
-        ("gpt_oss", "tp=4,ep=2"),
-        ("glm4_moe", "attn_dp=2,tp=2,ep=4,pp=2,dispatch=a2a"),
-        ("mixtral", "cp=2,tp=2,moe_dp=2,ep=2,dispatch=gather"),
+        ("mixtral", "attn_dp=2,ep=2,redundant_experts=1", 2000),
+        ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2", 120),
+        ("gpt_oss", "tp=4,ep=2", 120),
+        ("glm4_moe", "attn_dp=2,tp=2,ep=4,pp=2,dispatch=a2a", 120),
+        ("mixtral", "cp=2,tp=2,moe_dp=2,ep=2,dispatch=gather", 120),
     ],
 )
 def test_experts_that_move_every_twenty_steps_change_no_token(
-    family: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    family: str, layout: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, steps = tiny(family, num_hidden_layers=3), 240
+    model = tiny(family, num_hidden_layers=3)
     made: list[ExpertBalancer] = []
 
     def shuffling(config: Balancing) -> ExpertBalancer:
@@ -65,7 +69,8 @@ def test_experts_that_move_every_twenty_steps_change_no_token(
 
     balancing = Balancing.of(model.spec, Layout.parse(layout), 4, interval=20, skew=None)
     assert balancing is not None
-    config = EngineConfig(block_size=16, num_blocks=64, max_model_len=steps + 40, max_batch_tokens=64)
+    balancing = balancing.model_copy(update={"ask_every": 5})
+    config = EngineConfig(block_size=16, num_blocks=512, max_model_len=steps + 40, max_batch_tokens=64)
     wanted = [
         GenerateRequest(
             request_id=str(name), prompt=[3 + name, 17, 40 + name], max_tokens=steps, sampling=SamplingParams(temperature=0.0)
@@ -83,5 +88,47 @@ def test_experts_that_move_every_twenty_steps_change_no_token(
     found = run(layout, config.model_copy(update={"experts": balancing}))
     assert found == expected
     (balancer,) = made
-    assert balancer.stats().moved_experts > 20
+    assert balancer.stats().moved_experts > steps // 20
     assert balancer.map.experts != (balancing.experts.experts[0],) * len(balancing.layers)
+
+
+def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert gets two fifths of all (token, expert) pairs: 0.8 of the tokens, of two experts each."""
+    hot, right = 11, Router.choose
+
+    def choose(self: Router, scores: Tensor) -> Tensor:
+        """The others are as good as drawn by lot, so that the load does not change with the texts."""
+        lots = scores.mul(1e4).remainder(1)
+        lots[:, hot] += torch.where(lots[:, 0] < 0.8, 10.0, -10.0)
+        return right(self, lots)
+
+    monkeypatch.setattr(Router, "choose", choose)
+    model, layout = tiny("qwen3_moe", num_experts=12), Layout.parse("attn_dp=4,ep=4,redundant_experts=4")
+    balancing = Balancing.of(model.spec, layout, 4, interval=100, skew=None)
+    assert balancing is not None
+    balancing = balancing.model_copy(update={"ask_every": 50, "must_pay": False})
+    config = EngineConfig(block_size=16, num_blocks=512, max_model_len=400, max_batch_tokens=64, max_sequences=16)
+    wanted = [
+        GenerateRequest(request_id=str(name), prompt=[1 + name], max_tokens=260, sampling=SamplingParams(seed=name))
+        for name in range(32)
+    ]
+
+    made: list[ExpertBalancer] = []
+    seen: list[list[float]] = []
+    take = ExpertBalancer.take
+
+    def watched(self: ExpertBalancer, report: ExpertReport) -> None:
+        take(self, report)
+        seen.append(self.stats().balancedness)
+
+    monkeypatch.setattr(loop, "ExpertBalancer", lambda config: made.append(ExpertBalancer(config)) or made[-1])
+    monkeypatch.setattr(ExpertBalancer, "take", watched)
+    with in_process(model, str(layout), config.model_copy(update={"experts": balancing})) as replica:
+        for events in [replica.submit(request) for request in wanted]:
+            assert replica.finish(events).finish == "length"
+    stats, first = made[0].stats(), next(even for even in seen if even)
+    assert stats.moved_experts > 0
+    load = made[0]._window.load
+    for before, after, most in zip(first, stats.balancedness, bound(load, balancing.experts.slots), strict=True):
+        assert before < 0.75
+        assert after >= 0.9 * most

@@ -36,7 +36,7 @@ class ExpertKeeper:
         self._moe_tp = moe_tp
         self._own = placed.ranges[self._ep]
         self._moved_bytes, self._move_s = 0, 0.0
-        self._sent_before = 0
+        self._sent_before, self._told_step = 0, -1
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Make the moves of this rank's layers. A collective of the copy."""
@@ -58,12 +58,13 @@ class ExpertKeeper:
         report = ExpertReport(
             world_rank=self._world_rank,
             step=step,
+            steps=step - self._told_step,
             layers=layers,
             sent_bytes=sent - self._sent_before - self._moved_bytes,
             moved_bytes=self._moved_bytes,
             move_s=self._move_s,
         )
-        self._sent_before, self._moved_bytes, self._move_s = sent, 0, 0.0
+        self._sent_before, self._told_step, self._moved_bytes, self._move_s = sent, step, 0, 0.0
         return report
 
     def _move(self, move: ExpertMove, mixture: MixtureOfExperts) -> None:
