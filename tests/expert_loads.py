@@ -1,4 +1,4 @@
-"""Loads of experts, and the public greedy placement (DeepSeek's EPLB), written from its description: what ours is held against.
+"""Loads and maps of experts, and the public greedy placement (DeepSeek's EPLB) by its description: what ours is held against.
 
 Replicate: one copy after another to the expert of largest load per copy. Pack: by descending load, each to the lightest
 pack with room. With groups that divide over the nodes: groups to nodes, copies in a node, copies to the node's ranks.
@@ -6,11 +6,25 @@ pack with room. With groups that divide over the nodes: groups to nodes, copies 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from placement.experts import ExpertMap, slots_of_ranks
+
+
+def dealt(old: ExpertMap, draw: random.Random) -> ExpertMap:
+    """Another map of the same slots, at random: as many copies of each expert, no two of them on a rank."""
+
+    def row(experts: tuple[int, ...]) -> tuple[int, ...]:
+        cards = list(experts)
+        while cards == list(experts) or any(len(set(cards[own.start : own.stop])) < len(own) for own in old.ranges):
+            draw.shuffle(cards)
+        return tuple(cards)
+
+    return replace(old, experts=tuple(map(row, old.experts)))
 
 
 def greedy(load: Sequence[float], physical: int, groups: int, nodes: int, ranks: int) -> list[int]:

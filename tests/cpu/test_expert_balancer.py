@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from placement.expert_moves import moves, settled
 from placement.experts import ExpertMap, bound
 from placement.layout import Layout
 from placement.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
+from tests.expert_loads import dealt
 from tests.inprocess import in_process
 from tests.tiny_models import tiny
 
@@ -35,16 +35,9 @@ class Shuffler:
     def decide(
         self, old: ExpertMap, load: Sequence[Sequence[float]], costs: Costs, nodes: int = 1, groups: int = 1
     ) -> Decision:
-        new = settled(old, replace(old, experts=tuple(self._dealt(old) for _ in old.experts)))
+        new = settled(old, dealt(old, self._draw))
         transfers = moves(old, new)
         return Decision(new, tuple(transfers), predicted(old, new, transfers, load, costs))
-
-    def _dealt(self, old: ExpertMap) -> tuple[int, ...]:
-        row = [expert % old.num_experts for expert in range(sum(old.slots))]
-        while True:
-            self._draw.shuffle(row)
-            if all(len(set(row[slots.start : slots.stop])) == len(slots) for slots in old.ranges):
-                return tuple(row)
 
 
 @pytest.mark.parametrize(
