@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from placement import drawing
 from placement.balance import MEASURE, bubble
 from placement.columns import columns
 from placement.drawing import size_text
+from placement.experts import map_of
 from placement.explain import Explanation, micro_batch_counts
+from placement.layout import Layout
 from placement.memory import parameter_count
+from placement.moe_spec import MoESpec
 from placement.rules import legal_dcp
 from placement.suggestions import sizes
 
@@ -31,7 +35,17 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
     if layout.attn_dp > 1:
         ranks = _many(layout.world // layout.attn_dp, "rank")
         yield f"{layout.attn_dp} lanes of {ranks} each: a request and its KV cache are in one of them; one scheduler for all"
+    if spec.moe is not None and layout.ep > 1:
+        yield _experts(spec.moe, layout)
     yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"
+
+
+def _experts(moe: MoESpec, layout: Layout) -> str:
+    """How they are spread over ep ranks, evenly or not."""
+    extra = f" and {layout.redundant_experts:,} redundant ones" if layout.redundant_experts else ""
+    held = Counter(map_of(moe, layout).slots)
+    spread = ", ".join(f"{slots:,} on {'each' if len(held) == 1 else _many(ranks, 'rank')}" for slots, ranks in held.items())
+    return f"{moe.num_experts:,} experts{extra} over {layout.ep} ep ranks: {spread}"
 
 
 def _groups(explained: Explanation) -> Iterator[str]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from placement import rules
+from placement.experts import map_of
+from placement.explain import explain
+from placement.explain_text import as_text
 from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout
+from placement.layout import Layout, LayoutError, require
+from placement.mesh import coords
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
+from placement.shards import shard
+from placement.step_shape import StepShape
 
 DENSE = ModelSpec(
     family="llama",
@@ -100,6 +107,42 @@ def test_lanes_that_do_not_fit_the_cluster_become_fewer() -> None:
     [violation] = Layout.parse("attn_dp=8,ep=8").check(SPARSE, nodes(3, 2))
     assert violation.field == "attn_dp"
     assert "attn_dp=4,ep=4" in violation.suggestions
+
+
+@pytest.mark.parametrize(
+    ("experts", "text", "spread"),
+    [
+        (256, "tp=3,ep=3", "256 experts over 3 ep ranks: 86 on 1 rank, 85 on 2 ranks"),
+        (128, "attn_dp=6,ep=6", "128 experts over 6 ep ranks: 22 on 2 ranks, 21 on 4 ranks"),
+        (60, "tp=8,ep=8", "60 experts over 8 ep ranks: 8 on 4 ranks, 7 on 4 ranks"),
+        (64, "attn_dp=48,ep=48", "64 experts over 48 ep ranks: 2 on 16 ranks, 1 on 32 ranks"),
+        (64, "attn_dp=48,ep=48,redundant_experts=32", "64 experts and 32 redundant ones over 48 ep ranks: 2 on each"),
+    ],
+)
+def test_experts_need_not_divide_and_explain_says_how_they_are_spread(experts: int, text: str, spread: str) -> None:
+    model = SPARSE.model_copy(update={"moe": EXPERTS.model_copy(update={"num_experts": experts})})
+    layout = Layout.parse(text)
+    assert layout.check(model) == []
+    assert spread in as_text(explain(model, layout, StepShape.of(1, 1)), "m").splitlines()
+    assert [len(shard(model, layout, coords(layout, rank)).experts) for rank in range(layout.world)] == list(
+        map_of(model.moe, layout).slots
+    )
+
+
+def test_fewer_than_no_redundant_experts_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"redundant_experts is '-1', but must be a whole number from 0"):
+        Layout.parse("tp=2,ep=2,redundant_experts=-1")
+    with pytest.raises(ValidationError, match="redundant_experts"):
+        Layout(tp=2, ep=2, redundant_experts=-1)
+
+
+def test_a_layout_that_breaks_two_rules_is_told_both() -> None:
+    broken = Layout.parse("tp=9,redundant_experts=2").check(SPARSE)
+    assert [violation.field for violation in broken] == ["tp", "redundant_experts"]
+    assert "tp=9 is more than the 8 query heads" in broken[0].message
+    assert "redundant_experts=2 are copies on other ep ranks, but ep=1" in broken[1].message
+    with pytest.raises(LayoutError, match=r"query heads(.|\n)*\n- redundant_experts=2"):
+        require(Layout.parse("tp=9,redundant_experts=2"), SPARSE)
 
 
 layouts = st.builds(
