@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from actors.model.groups.solo import SoloGroup
+from actors.model.moe.exchange import AllToAllWay
+from placement.dispatch import distinct_ranks
 from tests.tiny_models import tiny
 from tests.verifying import verify
 
@@ -31,3 +35,16 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_that_travel_are_rounding(family: str, layout: str, dispatch: str) -> None:
     report = verify(tiny(family), f"{layout},dispatch={dispatch}", kinds=["prefill", "chunked", "mixed"])
     assert report.verdict == "rounding", report
+
+
+def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
+    """256 experts, 8 a token, 8 ranks, a router without favour: 5.29 rows a token, not 8."""
+    ends = torch.arange(32, 257, 32)
+    way = AllToAllWay(SoloGroup("moe"), [2000], ends, moe_tp=1)
+    slots = torch.rand(2000, 256, generator=torch.Generator().manual_seed(0)).topk(8).indices
+    goes = way._destinations(slots)
+    assert float(goes.sum(1, dtype=torch.float32).mean()) == pytest.approx(distinct_ranks(256, 8, 8), rel=0.02)
+    assert all(
+        {int(slot) // 32 for slot in of_token} == set(ranks.nonzero()[:, 0].tolist())
+        for of_token, ranks in zip(slots[:50], goes[:50], strict=True)
+    )
