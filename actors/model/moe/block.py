@@ -20,6 +20,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from actors.model.layers import linear
+from actors.model.moe.beside import begin_on
+from actors.model.moe.exchange import Complete
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
@@ -56,9 +58,9 @@ class MixtureOfExperts(nn.Module):
         """See `Mixture`."""
         return self.run(x, *self.route(x))
 
-    def complete(self, routed: Tensor, x: Tensor, region: Region) -> Tensor:
+    def begin(self, x: Tensor, region: Region) -> Complete:
         """See `Mixture`."""
-        return routed
+        return lambda routed: routed
 
 
 class SharedExpert(nn.Module):
@@ -91,9 +93,12 @@ class MixtureWithShared(MixtureOfExperts):
     def __init__(self, router: Router, experts: Experts, homes: Homes, shared: SharedExpert) -> None:
         super().__init__(router, experts, homes)
         self.shared = shared
+        self._begin = begin_on(router.weight.device)
 
     def partial(self, x: Tensor) -> Tensor:
         return super().partial(x) + self.shared(x)  # type: ignore[no-any-return]
 
-    def complete(self, routed: Tensor, x: Tensor, region: Region) -> Tensor:
-        return routed + region.sum(self.shared(region.gather(x)))
+    def begin(self, x: Tensor, region: Region) -> Complete:
+        everything = region.gather(x)
+        take = self._begin(lambda: self.shared(everything))
+        return lambda routed: routed + region.sum(take())

@@ -23,7 +23,7 @@ Which mode a step takes is said in `placement.expert_modes`. The shared expert i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +35,10 @@ from actors.model.moe.tokens import OwnTokens
 from actors.model.regions import Region
 
 _WEIGHT_BYTES = 4
+
+
+Complete = Callable[[Tensor], Tensor]
+"""From the routed sum that the rank holds to the whole sum that it holds."""
 
 
 class Mixture(Protocol):
@@ -54,8 +58,8 @@ class Mixture(Protocol):
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of everything, where `x` [tokens, hidden] is on every rank of the tp group."""
 
-    def complete(self, routed: Tensor, x: Tensor, region: Region) -> Tensor:
-        """The routed sum that the rank holds, and with it what every token goes through besides."""
+    def begin(self, x: Tensor, region: Region) -> Complete:
+        """Begin what every token goes through besides, to be added to the routed sum when that is there."""
 
 
 class Exchange(Protocol):
@@ -94,8 +98,9 @@ class TravellingExchange:
         self._own, self._way = own, way
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
+        complete = mixture.begin(x, region)
         routed = self._way.go(mixture, self._own.take(x, region))
-        return mixture.complete(self._own.join(routed, region), x, region)
+        return complete(self._own.join(routed, region))
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
         self._way.go(mixture, none)
