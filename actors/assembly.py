@@ -25,7 +25,7 @@ from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.group import Group
-from actors.model.kv_cache import KVCache
+from actors.model.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
 from actors.model.latent.local import choose_latent
@@ -59,7 +59,7 @@ class Parts:
     own: Shard
     groups: Mapping[str, Group]
     decoder: Decoder
-    cache: KVCache
+    cache: KVCaches
     sampler: Sampler
     pipeline: Pipeline
     runner: StepRunner
@@ -89,7 +89,7 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
 def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int) -> Parts:
     """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
     own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
-    cache = KVCache.of(spec, own, num_blocks, config.block_size, dtype, device)
+    cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
     sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     place = Place.of(config.layout, mesh.coords(config.layout, config.world_rank), config.block_size)
@@ -111,7 +111,8 @@ def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBack
     if layout.kv_owners == 1:
         if spec.mla is not None:
             return choose_latent(spec.mla, device, dtype, config.block_size)
-        return attention.choose(device, dtype, config.block_size, softcap, spec.sinks != "none")
+        dims = (spec.head_dim, spec.value_dim)
+        return attention.choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
     at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
     context = ContextAttention.of(spec, layout, at, groups, kernel, config.block_size)
     return context if spec.mla is None else ContextLatent(context)

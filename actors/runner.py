@@ -21,7 +21,7 @@ from actors.model.batch import Batch
 from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
-from actors.model.kv_cache import KVCache
+from actors.model.kv_caches import KVCaches
 from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
@@ -62,7 +62,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVCache,
+        cache: KVCaches,
         pipeline: Pipeline,
         sampler: Sampler,
         context: Group | None = None,

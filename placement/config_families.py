@@ -31,6 +31,8 @@ class Family:
     moe: str | None = None
     """How the family writes its experts: see `placement.config_moe`."""
     sinks: str = "none"
+    hybrid: bool = False
+    """Layers with a window may have KV heads of their own, and values a size of their own: see `placement.config_heads`."""
     mtp_layers: int = 0
     """Default of ``num_nextn_predict_layers``."""
     mla: bool = False
@@ -114,6 +116,21 @@ FAMILIES = {
         norm_eps=1e-5,
         mtp_layers=1,
         partial_rotary_factor=0.5,
+    ),
+    "mimo_v2_flash": Family(
+        131072,
+        4,
+        head_dim=192,
+        moe="mimo",
+        hybrid=True,
+        mtp_layers=3,
+        norm_eps=1e-5,
+        windows="hybrid",
+        window=129,
+        theta=5e6,
+        local_theta=1e4,
+        partial_rotary_factor=0.334,
+        bos_token_id=1,
     ),
     "deepseek_v2": Family(
         2048,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.config_families import ACTIVATIONS, FAMILIES, Family
+from placement.config_heads import read_heads
 from placement.config_mla import read_mla, scores_scale
 from placement.config_moe import read_moe
 from placement.config_rope import read_ropes
@@ -21,6 +22,9 @@ _NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
+    "window_kv_heads": "swa_num_key_value_heads",
+    "value_dim": "v_head_dim",
+    "value_scale": "attention_value_scale",
     "max_position": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "rope": "rope_parameters",
@@ -50,6 +54,8 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
     head_dim = _head_dim(config, family, num_heads) if mla is None else mla.query_dim
     attention_bias = config.flag(family.bias_field, family.attention_bias)
     max_position = config.whole("max_position_embeddings", family.max_position)
+    windows = read_windows(config, family, num_layers)
+    num_kv_heads = 1 if mla else _num_kv_heads(config, family, num_heads)
     rope, local_rope = read_ropes(config, family, mla.rope_dim if mla else head_dim, max_position)
     return made(
         ModelSpec,
@@ -59,32 +65,31 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
         hidden_size=config.whole("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=1 if mla else _num_kv_heads(config, family, num_heads),
         head_dim=head_dim,
         intermediate_size=config.whole("intermediate_size"),
         vocab_size=config.whole("vocab_size"),
         # A dynamic rope makes room for more positions than the model was trained on, which is what the field names then.
         max_position=int(max_position * rope.factor) if rope.kind == "dynamic" else max_position,
-        norm_eps=config.number("rms_norm_eps", family.norm_eps),
+        norm_eps=config.number("rms_norm_eps", config.number("layernorm_epsilon", family.norm_eps)),
         activation=_activation(config, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         moe=read_moe(config, family.moe, num_layers),
-        sinks=family.sinks,
         mtp_layers=config.whole("num_nextn_predict_layers", config.whole("num_mtp_layers", family.mtp_layers)),
         qk_norm=_qk_norm(config, family),
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
         tie_embeddings=config.flag("tie_word_embeddings", family.tied),
-        windows=read_windows(config, family, num_layers),
+        windows=windows,
         rope=rope,
         local_rope=local_rope,
         unrotated_layers=read_unrotated(config, family, num_layers),
         dtype=_dtype(config, top),
         bos_token_id=config.whole("bos_token_id", None if "bos_token_id" in config.values else family.bos_token_id),
         eos_token_ids=_eos(config, family, folder),
+        **read_heads(config, family, head_dim, num_kv_heads, windows),
         **({"mla": mla, "attention_scale": scores_scale(mla, rope)} if mla else {}),
         **(_gemma(config, family) if family.gemma else {}),
     )

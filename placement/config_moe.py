@@ -140,6 +140,22 @@ def _glm4(config: Fields, num_layers: int) -> dict[str, Any]:
     return _chosen_by_sigmoid(_deepseek(config, num_layers, **defaults, scaling=1.0, shared=1), config)
 
 
+def _mimo(config: Fields, num_layers: int) -> dict[str, Any]:
+    """Layers as ``mlp_layer_types`` (dense, sparse) or ``moe_layer_freq`` (0, 1) say; else all but the first."""
+    for name, sole in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.text(name, sole) != sole:
+            raise config.fault(name, f"only {sole} is supported for mimo_v2_flash")
+    kinds, flags = config.texts("mlp_layer_types"), config.wholes("moe_layer_freq")
+    if kinds is None:
+        kinds = ["sparse" if own else "dense" for own in flags or [0, *[1] * (num_layers - 1)]]
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        name = "moe_layer_freq" if "mlp_layer_types" not in config.values else "mlp_layer_types"
+        raise config.fault(name, f"must say dense or sparse of each of the {num_layers} layers")
+    defaults = {"size": 2048, "experts": 256, "top_k": 8, "dense": 0, "groups": 1, "top_groups": 1}
+    values = _deepseek(config, num_layers, **defaults, scaling=1.0, shared=0)
+    return _chosen_by_sigmoid({**values, "layers": tuple(at for at, kind in enumerate(kinds) if kind == "sparse")}, config)
+
+
 _READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen2": _qwen2,
@@ -148,5 +164,6 @@ _READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "glm4": _glm4,
+    "mimo": _mimo,
 }
 """By `Family.moe`. What each takes from the file."""

@@ -30,7 +30,7 @@ def read_ropes(config: Fields, family: Family, head_dim: int, max_position: int)
     rope = _rope(config, scaling, family, head_dim, max_position)
     if local is None and family.local_theta is None:
         return rope, None
-    local_theta = config.number("rope_local_base_freq", family.local_theta or family.theta)
+    local_theta = config.number("rope_local_base_freq", config.number("swa_rope_theta", family.local_theta or family.theta))
     local = Fields(config.file, {"rope_theta": local_theta, **(local.values if local else {})})
     return rope, _rope(config, local, family, head_dim, max_position)
 

@@ -93,6 +93,21 @@ def _pattern(config: Fields, family: Family, window: int | None, num_layers: int
     return tuple(window if layer % every else None for layer in range(1, num_layers + 1))
 
 
+def _hybrid(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On all layers but the first and every sixth, unless told otherwise: ``hybrid_layer_pattern`` has a 1 for each.
+
+    ``sliding_window_size`` counts the tokens before a query, ``sliding_window`` the query too; the first counts where both are
+    there.
+    """
+    size = config.whole("sliding_window_size", None)
+    pattern, kinds = config.wholes("hybrid_layer_pattern"), config.texts("layer_types")
+    if pattern is None:
+        pattern = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(num_layers)]
+    if kinds is None:
+        kinds = [("full_attention", "sliding_attention")[bool(own)] for own in pattern]
+    return _of_kinds(config, kinds, window if size is None else size + 1, num_layers)
+
+
 def _of_kinds(config: Fields, kinds: list[str], window: int | None, num_layers: int) -> Windows:
     known = {"full_attention": None, "sliding_attention": window}
     unknown = sorted(set(kinds) - set(known))
@@ -114,5 +129,6 @@ _RULES: dict[str, Callable[[Fields, Family, int | None, int], Windows]] = {
     "alternating": _alternating,
     "smollm3": _smollm3,
     "pattern": _pattern,
+    "hybrid": _hybrid,
 }
 """By `Family.windows`."""

@@ -1,7 +1,8 @@
 """What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
 
 `d` is head_dim, `e` bytes an element; an output that travels has its log-sum-exp (4 bytes) beside it. Latent attention sends
-queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim::
+queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim. Layers
+of unlike heads (`placement.attention_kind`, which has all of these dimensions) are counted kind by kind::
 
     dcp all_gather     queries of rows with cached keys, to the group         own heads * tokens * d * e
     cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
@@ -17,8 +18,9 @@ Keys and values of a split row are its new tokens, and where keys travel (`place
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from placement.attention_kind import AttentionKind
 from placement.collectives import Entry, all_gather, all_to_all, recv, send
 from placement.context import Ownership, is_split, passes_kv, spans
 from placement.layout import Layout
@@ -40,6 +42,17 @@ class _Step:
     at: Coords
     own: Shard
     step: StepShape
+    index: int
+    """Of the kind of attention in question."""
+
+    @property
+    def kind(self) -> AttentionKind:
+        return self.spec.kinds[self.index]
+
+    @property
+    def layers(self) -> int:
+        """Layers of this kind on the rank."""
+        return sum(self.spec.kind_of(layer) == self.index for layer in self.own.layers)
 
     @property
     def whole(self) -> list[RowShape]:
@@ -64,17 +77,17 @@ class _Step:
     @property
     def group_heads(self) -> int:
         """Query heads of the rank's dcp group."""
-        return sum(map(len, group_heads(self.spec, self.layout, self.at.tp)))
+        return sum(map(len, group_heads(self.kind, self.layout, self.at.tp)))
 
     @property
     def query_bytes(self) -> int:
         """Bytes of one head of one query."""
-        return self.spec.kv_dim * self.step.element_bytes
+        return self.kind.key_dim * self.step.element_bytes
 
     @property
     def part_bytes(self) -> int:
         """Bytes of one head's partial output for one query."""
-        return self.spec.part_dim * self.step.element_bytes + _LSE_BYTES
+        return self.kind.part_dim * self.step.element_bytes + _LSE_BYTES
 
     def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
         """Tokens of `rows` that this cp rank runs, or the given one."""
@@ -86,22 +99,30 @@ class _Step:
         owner = cp_rank * self.layout.dcp + self.at.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
-        return tokens * self.spec.kv_planes * len(self.own.kv_heads) * self.query_bytes
+        return tokens * len(self.own.heads[self.index][1]) * self.kind.kept_dim * self.step.element_bytes
 
     def _is_split(self, row: RowShape) -> bool:
         return is_split(row.tokens, self.layout.cp)
 
     def _keys_travel(self, row: RowShape) -> bool:
-        return passes_kv(row.tokens, row.context, *weights(self.spec, self.layout, self.at.tp), self.layout.cp)
+        return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.at.tp), self.layout.cp)
 
 
 def context(spec: ModelSpec, layout: Layout, at: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:
-    """Every collective of attention in one step on one rank, in order."""
+    """Every collective of attention in one step on one rank, kind by kind, and of each in order."""
     if layout.kv_owners == 1:
         return
-    rows, calls = _Step(spec, layout, at, own, step), len(own.layers)
+    for index, kind in enumerate(spec.kinds):
+        yield from (
+            replace(entry, where=f"{kind.label}{entry.where}") for entry in _of_kind(_Step(spec, layout, at, own, step, index))
+        )
+
+
+def _of_kind(rows: _Step) -> Iterator[Entry]:
+    """Those of the layers of one kind."""
+    layout, calls = rows.layout, rows.layers
     shared = rows.run(rows.whole) + rows.run(rows.passing_keys) + rows.run(rows.passing_queries)
-    own_heads, group_heads = len(own.q_heads), rows.group_heads
+    own_heads, group_heads = len(rows.own.heads[rows.index][0]), rows.group_heads
     if shared:
         yield all_gather("attention: queries", "dcp", layout.dcp, own_heads * shared * rows.query_bytes, calls)
     if rows.whole:

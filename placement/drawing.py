@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from placement.attention_kind import AttentionKind
 from placement.collectives import Entry
-from placement.explain import Explanation, RankView, layer_parameters
+from placement.explain import Explanation, RankView, layer_parameters, shown_layer
 from placement.memory import parameter_bytes
 from placement.mesh import AXES
 from placement.model_spec import ModelSpec
@@ -26,7 +27,8 @@ _WIDEST = 116
 """Characters of a line; a tp group that needs more goes on below."""
 
 _BEFORE = {"attn.qkv.weight": "attention input", "attn.qkv_a.weight": "attention input"}
-_AFTER = {"attn.qkv.weight": "attention:", "attn.kv_b.weight": "attention:", "attn.o.weight": "attention output"}
+_CONTEXT = "attention:"
+_AFTER = {"attn.qkv.weight": _CONTEXT, "attn.kv_b.weight": _CONTEXT, "attn.o.weight": "attention output"}
 """Traffic that belongs before or after a matrix of attention, by how the name of its region starts."""
 
 
@@ -60,12 +62,15 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
     before = _BEFORE | {mlp[0]: "mlp input"}
     after = _AFTER | {mlp[-1]: "mlp output"}
     wide = max(14, *(len(name.removesuffix(".weight")) for name in rows))
+    index = spec.kind_of(shown_layer(spec, view.own))
+    kind = spec.kinds[index]
+    after |= {name: kind.label + region for name, region in after.items() if region == _CONTEXT}
     for name, row in rows.items():
         yield from _collectives(sent, before.get(name))
         yield f"│  {name.removesuffix('.weight'):<{wide}}  {_shape(row)}  {size_text(parameter_bytes(row, step.dtype))}"
         if name in ("attn.qkv.weight", "attn.kv_b.weight"):
-            of = spec.head_dim if spec.mla is None else f"{spec.kv_dim} values a token"
-            yield f"│  {'attention':<{wide}}  {_heads(spec, view)} of {of}"
+            heads = f"{kind.label}{_heads(spec, view.own, index)} of {_head_sizes(spec, kind)}"
+            yield f"│  {'attention':<{wide}}  {heads}"
         yield from _collectives(sent, after.get(name))
         if name in ("attn.o.weight", mlp[-1]):
             yield "│  + residual"
@@ -97,7 +102,7 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
     return [
         f"rank {view.world_rank}",
         f"layers {runs_text(own.layers)}",
-        _heads(explained.spec, view),
+        *(kind.label + _heads(explained.spec, own, index) for index, kind in enumerate(explained.spec.kinds)),
         *(_columns(explained.spec, own)),
         f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary",
         f"weights {size_text(memory.weight_bytes)}",
@@ -113,10 +118,16 @@ def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:
         yield f"{len(own.experts):,} expert{'' if len(own.experts) == 1 else 's'} of {len(own.expert_columns):,} columns"
 
 
-def _heads(spec: ModelSpec, view: RankView) -> str:
-    queries, kv = view.own.q_heads, view.own.kv_heads
+def _heads(spec: ModelSpec, own: Shard, kind: int) -> str:
+    queries, kv = own.heads[kind]
     keys = f"kv {runs_text(kv)}" if spec.mla is None else "latents"
     return f"q head{'' if len(queries) == 1 else 's'} {runs_text(queries)}, {keys}"
+
+
+def _head_sizes(spec: ModelSpec, kind: AttentionKind) -> str:
+    if spec.mla is not None:
+        return f"{kind.kept_dim} values a token"
+    return f"{kind.key_dim}" + (f", values of {kind.value_dim}" if kind.value_dim != kind.key_dim else "")
 
 
 def _table(rows: Sequence[Sequence[Sequence[str]]], labels: Sequence[str], margin: int, width: int) -> Iterator[str]:

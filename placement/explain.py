@@ -68,10 +68,14 @@ def _axes(spec: ModelSpec) -> tuple[str, ...]:
     return mesh.GROUP_AXES if spec.moe is None else (*mesh.GROUP_AXES, *mesh.MOE_GROUP_AXES)
 
 
+def shown_layer(spec: ModelSpec, own: Shard) -> int:
+    """The layer of a rank that stands for all: its first with experts, or its first."""
+    return next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
+
+
 def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
-    """The parameters of one layer of a rank, by their names inside it: its first with experts, or its first."""
-    layer = next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
-    start = f"layers.{layer}."
+    """The parameters of one layer of a rank (`shown_layer`), by their names inside it."""
+    start = f"layers.{shown_layer(spec, own)}."
     for row in parameters(spec, own):
         if row.name.startswith(start):
             yield row.name.removeprefix(start), row
@@ -93,7 +97,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
             "lane": [row.lane for row in step.rows],
             "dtype": step.dtype,
         },
-        "ranks": [_rank_json(view) for view in explained.ranks],
+        "ranks": [_rank_json(spec, view) for view in explained.ranks],
         "groups": explained.groups,
         "traffic": [_traffic_json(entry, ranks) for entry, ranks in explained.traffic],
         "layer": [_layer_json(spec, view, step.dtype) for view in explained.ranks if view.at.pp == 0],
@@ -114,14 +118,20 @@ def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) 
     return RankView(memory.world_rank, seat.at, seat.own, memory, blocks * memory.block_bytes, seat.num_hidden)
 
 
-def _rank_json(view: RankView) -> dict[str, Any]:
+def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
     own = view.own
+    others = {
+        f"{kind.label.strip()}_{name}": list(held)
+        for kind, both in zip(spec.kinds[1:], own.heads[1:], strict=True)
+        for name, held in zip(("q_heads", "kv_heads"), both, strict=True)
+    }
     return {
         "world_rank": view.world_rank,
         "coords": asdict(view.at),
         "layers": list(own.layers),
         "q_heads": list(own.q_heads),
         "kv_heads": list(own.kv_heads),
+        **others,
         "experts": list(own.experts),
         "expert_columns": [own.expert_columns.start, own.expert_columns.stop],
         "columns": [own.columns.start, own.columns.stop],

@@ -25,12 +25,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from placement.attention_kind import AttentionKind
 from placement.context import Ownership, Place
 from placement.handoff_positions import Positions, shared
 from placement.layout import Layout
 from placement.memory import BLOCK_TOKENS
 from placement.mesh import coords
-from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
+from placement.model_spec import DTYPE_BYTES, DType, ModelError, ModelSpec
 from placement.shards import shard
 
 
@@ -105,7 +106,12 @@ def sequence_bytes(spec: ModelSpec, tokens: int, dtype: DType) -> int:
 
 
 def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
-    """What each rank of the side's lane keeps, by world rank."""
+    """What each rank of the side's lane keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
+    if len(spec.kinds) > 1 or spec.value_dim is not None:
+        raise ModelError(
+            f"{spec.family}: handing KV over is not built yet for models whose layers have unlike heads, or values of another "
+            f"size than keys (here {', '.join(map(_heads_text, spec.kinds))}): serve them from one pool"
+        )
     found = []
     for rank in range(side.layout.world):
         at = coords(side.layout, rank)
@@ -113,6 +119,10 @@ def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
             own, place = shard(spec, side.layout, at), Place.of(side.layout, at, side.page_tokens)
             found.append(Holding(rank, own.layers, own.kv_heads, place.ownership()))
     return found
+
+
+def _heads_text(kind: AttentionKind) -> str:
+    return f"{kind.label}{kind.num_kv_heads} KV heads, keys of {kind.key_dim} and values of {kind.value_dim}"
 
 
 def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) -> list[Copy]:

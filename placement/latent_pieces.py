@@ -16,13 +16,13 @@ from collections.abc import Iterator
 
 from placement.mla_spec import MLASpec
 from placement.model_spec import ModelSpec
-from placement.pieces import Parameter, Segment, inputs, rows, whole
+from placement.pieces import Parameter, Segment, inputs, of_heads, rows, whole
 
 
 def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, there: str) -> Iterator[Parameter]:
     """Those of one layer on a rank with the query heads `q_heads`."""
     hidden, rank, latent = spec.hidden_size, mla.q_lora_rank, mla.latent_dim
-    queries: Segment = (f"{there}.q_proj.weight", spec.num_heads * mla.query_dim, _of_heads(q_heads, mla.query_dim))
+    queries: Segment = (f"{there}.q_proj.weight", spec.num_heads * mla.query_dim, of_heads(q_heads, mla.query_dim))
     first = queries if rank is None else (f"{there}.q_a_proj.weight", rank, range(rank))
     yield rows(f"{here}.qkv_a.weight", hidden, first, (f"{there}.kv_a_proj_with_mqa.weight", latent, range(latent)))
     if spec.qkv_bias:
@@ -33,10 +33,10 @@ def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, t
         yield rows(f"{here}.q_b.weight", rank, (f"{there}.q_b_proj.weight", *queries[1:]))
     yield whole(f"{here}.kv_a_norm.weight", f"{there}.kv_a_layernorm.weight", mla.kv_lora_rank)
     made = mla.nope_dim + mla.value_dim
-    kv_b = (f"{there}.kv_b_proj.weight", spec.num_heads * made, _of_heads(q_heads, made))
+    kv_b = (f"{there}.kv_b_proj.weight", spec.num_heads * made, of_heads(q_heads, made))
     yield rows(f"{here}.kv_b.weight", mla.kv_lora_rank, kv_b)
     width = spec.num_heads * mla.value_dim
-    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, width, _of_heads(q_heads, mla.value_dim))
+    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, width, of_heads(q_heads, mla.value_dim))
     if spec.o_bias:
         yield whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
 
@@ -45,8 +45,3 @@ def head_elements(spec: ModelSpec, mla: MLASpec) -> int:
     """Weights of one head."""
     made = mla.kv_lora_rank * (mla.nope_dim + mla.value_dim)
     return mla.query_dim * (mla.q_lora_rank or spec.hidden_size) + made + mla.value_dim * spec.hidden_size
-
-
-def _of_heads(heads: range, dim: int) -> range:
-    """Rows, or columns, of heads with `dim` dimensions each."""
-    return range(heads.start * dim, heads.stop * dim)

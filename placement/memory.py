@@ -87,7 +87,8 @@ def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) 
 
     KV heads held by several ranks count on each, unless those ranks deal positions out among themselves (dcp).
     """
-    return spec.kv_planes * len(own.layers) * len(own.kv_heads) * spec.kv_dim * DTYPE_BYTES[dtype or spec.dtype]
+    kept = [len(kv_heads) * kind.kept_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
+    return sum(kept[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
 
 
 def rank_memories(

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from placement.attention_kind import AttentionKind, latent_kind, plain_kind
 from placement.bounds import Count, Positive
 from placement.mla_spec import MLASpec
 from placement.moe_spec import MoESpec
@@ -94,7 +95,14 @@ class ModelSpec(BaseModel):
     num_layers: Count
     num_heads: Count
     num_kv_heads: Count
+    window_kv_heads: Count | None = None
+    """KV heads of the layers with a window, where they have another number than the others."""
     head_dim: Count
+    """Dimensions of a query and of a key."""
+    value_dim: Count | None = None
+    """Dimensions of a value, where they are fewer."""
+    value_scale: Positive = 1.0
+    """Values are multiplied by this."""
     intermediate_size: Count
     """Columns of the MLP of a dense layer."""
     vocab_size: Count
@@ -107,6 +115,8 @@ class ModelSpec(BaseModel):
     sinks: Literal["none", "all", "windows"] = "none"
     """Layers whose query heads each have a learned score beside those of the keys, which takes its share of the softmax and
     adds nothing (gpt-oss): all, or those with a window."""
+    sinks_name: Literal["sinks", "attention_sink_bias"] = "sinks"
+    """What the checkpoint calls them."""
     mtp_layers: int = 0
     """Layers after the last that guess further tokens. The checkpoint has them; they are not loaded."""
     qkv_bias: bool = False
@@ -149,14 +159,16 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        for name in ("num_kv_heads", "window_kv_heads"):
+            if self.num_heads % (getattr(self, name) or 1):
+                raise ValueError(f"num_heads={self.num_heads} is not a multiple of {name}={getattr(self, name)}")
         if self.turned_dim % 2:
             raise ValueError(f"head_dim={self.turned_dim} is odd, but rotary embedding turns pairs")
         if self.mla is not None:
             _check_latent(self, self.mla)
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows names {len(self.windows)} layers, but num_layers={self.num_layers}")
+        _check_heads(self)
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ValueError(f"moe names the layers {self.moe.layers}, but num_layers={self.num_layers}")
         for rope in filter(None, (self.rope, self.local_rope)):
@@ -164,8 +176,23 @@ class ModelSpec(BaseModel):
         return self
 
     @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention its layers have: one, or that of the layers that see everything and that of the others."""
+        if self.mla is not None:
+            return (latent_kind(self.num_heads, self.mla.latent_dim, self.mla.kv_lora_rank),)
+        dims = (self.head_dim, self.value_dim or self.head_dim)
+        main = plain_kind(self.num_heads, self.num_kv_heads, *dims)
+        if self.window_kv_heads is None:
+            return (main,)
+        return (main, plain_kind(self.num_heads, self.window_kv_heads, *dims, label="window "))
+
+    def kind_of(self, layer: int) -> int:
+        """The kind of a layer, as an index of `kinds`."""
+        return int(self.window_kv_heads is not None and self.windows[layer] is not None)
+
+    @property
     def queries_per_kv(self) -> int:
-        """Query heads of one KV group: the unit of an attention split."""
+        """Query heads of one KV group of the first kind."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -175,18 +202,13 @@ class ModelSpec(BaseModel):
 
     @property
     def kv_planes(self) -> int:
-        """Tensors that the cache of a layer has: keys and values, or one latent for both."""
-        return 2 if self.mla is None else 1
+        """`AttentionKind.planes`, which all kinds have alike."""
+        return self.kinds[0].planes
 
     @property
     def kv_dim(self) -> int:
-        """Values of a token in one plane of the cache, for each KV head."""
-        return self.head_dim if self.mla is None else self.mla.latent_dim
-
-    @property
-    def part_dim(self) -> int:
-        """Dimensions of what one query of a head gets from some of its keys, as it travels between ranks."""
-        return self.head_dim if self.mla is None else self.mla.kv_lora_rank
+        """Values of a token in one plane of the cache, for each KV head; that of keys, where values have another size."""
+        return self.kinds[0].key_dim
 
     @property
     def scores_scale(self) -> float:
@@ -214,6 +236,23 @@ class ModelSpec(BaseModel):
         if layer in self.unrotated_layers:
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
+
+
+def _check_heads(spec: ModelSpec) -> None:
+    if spec.window_kv_heads is not None and not 0 < spec.windows.count(None) < spec.num_layers:
+        raise ValueError(
+            f"window_kv_heads={spec.window_kv_heads} sets the layers with a window apart, but "
+            f"{spec.num_layers - spec.windows.count(None)} of {spec.num_layers} layers have one"
+        )
+    if spec.value_dim is not None and spec.value_dim >= spec.head_dim:
+        raise ValueError(f"value_dim={spec.value_dim} is given, so it must be less than head_dim={spec.head_dim}")
+    if (spec.window_kv_heads, spec.value_dim, spec.value_scale) == (None, None, 1.0):
+        return
+    if spec.mla is not None or spec.qk_norm != "none":
+        raise ValueError(
+            "values of their own size or scale, or KV heads of their own in layers with a window, together with latent "
+            "attention or norms of queries and keys are not supported"
+        )
 
 
 def _check_rope(rope: RopeSpec, head_dim: int) -> None:

@@ -81,6 +81,11 @@ def inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Param
     return Parameter(name, (rows, len(take)), (Piece(source, (rows, inputs), 1, take, 0),))
 
 
+def of_heads(heads: range, dim: int) -> range:
+    """Rows, or columns, of heads with `dim` dimensions each."""
+    return range(heads.start * dim, heads.stop * dim)
+
+
 def whole(name: str, source: str, size: int) -> Parameter:
     """A vector every rank of the group holds."""
     return Parameter(name, (size,), (Piece(source, (size,), 0, range(size), 0),))

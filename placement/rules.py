@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from placement import suggestions
+from placement.attention_kind import AttentionKind
 from placement.dealing import Shares
 from placement.expert_rules import EXPERT_RULES
 from placement.hardware import ClusterSpec
@@ -27,6 +28,8 @@ _WIDTH_FIELDS = {
     "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
 }
 """Where config.json says the sizes of `ModelSpec.widths`."""
+_KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
+"""Where it says the KV heads of a kind of layers, by `AttentionKind.label`."""
 
 
 def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Violation]:
@@ -108,13 +111,14 @@ def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Bro
     legal = legal_dcp(model, layout.tp, shares) if layout.tp <= model.num_heads else [layout.dcp]
     if layout.dcp in legal:
         return
-    kv_heads = f"the {model.num_kv_heads} KV heads (num_key_value_heads) of the model"
+    kind = next(kind for kind in model.kinds if layout.dcp not in _legal_dcp(kind, layout.tp, shares))
+    kv_heads = f"the {kind.num_kv_heads} KV heads ({_KV_FIELDS[kind.label]}) of the model"
     if model.mla is not None:
         why = f"all {layout.tp} tp ranks hold the same latents, so it must divide tp"
-    elif layout.tp <= model.num_kv_heads:
+    elif layout.tp <= kind.num_kv_heads:
         why = f"tp={layout.tp} is no more than {kv_heads}, so no two ranks hold the same head"
     else:
-        holders = Counter(own.start for _, own in heads(model, layout.tp, shares)).values()
+        holders = Counter(own.start for _, own in heads(kind, layout.tp, shares)).values()
         why = f"tp={layout.tp} puts {kv_heads} on {', '.join(map(str, holders))} ranks, and a dcp group must not span two heads"
     sizes = f"; with tp={layout.tp} dcp can be {suggestions.sizes(legal)}" if len(legal) > 1 else ""
     yield "dcp", f"dcp={layout.dcp} cannot be used: {why}{sizes}"
@@ -125,11 +129,16 @@ def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
 
     With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
     and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
-    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`.
+    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
+    heads, the runs must hold in both kinds.
     """
-    if tp <= model.num_kv_heads:
+    return sorted(set.intersection(*(set(_legal_dcp(kind, tp, shares)) for kind in model.kinds)))
+
+
+def _legal_dcp(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:
+    if tp <= kind.num_kv_heads:
         return [1]
-    holders = Counter(own.start for _, own in heads(model, tp, shares)).values()
+    holders = Counter(own.start for _, own in heads(kind, tp, shares)).values()
     return [size for size in range(1, min(holders) + 1) if all(count % size == 0 for count in holders)]
 
 

@@ -11,16 +11,19 @@ SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
 
 The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
 always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
-its query heads are dealt over them. Latent attention (`placement.mla_spec`) has one: every rank holds the latents.
+its query heads are dealt over them. Latent attention (`placement.mla_spec`) has one: every rank holds the latents. Layers of
+unlike heads (`placement.attention_kind`) are dealt kind by kind.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from placement.attention_kind import AttentionKind
 from placement.dealing import Shares, deal, level, split_hands
 from placement.expert_pieces import expert_layer
 from placement.experts import ExpertMap, map_of
@@ -29,7 +32,7 @@ from placement.layout import Layout
 from placement.mesh import Coords, moe_coords, world_rank
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
-from placement.pieces import Parameter, fused, inputs, rows, whole
+from placement.pieces import Parameter, fused, inputs, of_heads, rows, whole
 from placement.stages import partition
 
 NORMS: dict[str, dict[str, str]] = {
@@ -59,8 +62,8 @@ class Shard:
     """What one rank holds. Ranges index the whole model; `vocab` may reach past ``vocab_size`` into padding rows."""
 
     layers: range
-    q_heads: range
-    kv_heads: range
+    heads: tuple[tuple[range, range], ...]
+    """(query heads, KV heads) in layers of each kind, in the order of `ModelSpec.kinds`."""
     columns: range
     vocab: range
     first_stage: bool
@@ -80,16 +83,24 @@ class Shard:
         placed = self.expert_map
         return () if placed is None else placed.experts[0][self.expert_slots.start : self.expert_slots.stop]
 
+    @property
+    def q_heads(self) -> range:
+        """Query heads in layers of the first kind; most models have no other."""
+        return self.heads[0][0]
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads there."""
+        return self.heads[0][1]
+
 
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
     """The shard of the rank at `at`. The layout must have passed `layout.check`."""
     first = sum(stage_layers(spec, layout)[: at.pp])
     shares = layout.tp_shares
-    q_heads, kv_heads = heads(spec, layout.tp, shares)[at.tp]
     return Shard(
         layers=range(first, first + stage_layers(spec, layout)[at.pp]),
-        q_heads=q_heads,
-        kv_heads=kv_heads,
+        heads=tuple(heads(kind, layout.tp, shares)[at.tp] for kind in spec.kinds),
         columns=columns(spec, layout.tp, shares)[at.tp],
         vocab=vocabulary(spec, layout.tp, shares)[at.tp],
         first_stage=at.pp == 0,
@@ -134,8 +145,7 @@ def whole_model(spec: ModelSpec) -> Shard:
     """All of the model on one rank."""
     return Shard(
         layers=range(spec.num_layers),
-        q_heads=range(spec.num_heads),
-        kv_heads=range(spec.num_kv_heads),
+        heads=tuple((range(kind.num_heads), range(kind.num_kv_heads)) for kind in spec.kinds),
         columns=range(spec.intermediate_size),
         vocab=range(spec.vocab_size),
         first_stage=True,
@@ -144,17 +154,18 @@ def whole_model(spec: ModelSpec) -> Shard:
     )
 
 
-def heads(spec: ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
-    """(query heads, KV heads) of each tp rank. Both are contiguous; every query head's KV head is on its rank.
+def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
+    """(query heads, KV heads) of each tp rank in layers of a kind (of a model: its first). Both are contiguous; every query
+    head's KV head is on its rank.
 
     By `shares` where they are given: whole KV groups, or where there are more ranks than those, the heads of each group.
     """
-    per_kv = spec.queries_per_kv
-    if tp <= spec.num_kv_heads:
-        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(spec.num_kv_heads, tp, shares)]
+    per_kv = kind.queries_per_kv
+    if tp <= kind.num_kv_heads:
+        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(kind.num_kv_heads, tp, shares)]
     return [
         (range(kv * per_kv + part.start, kv * per_kv + part.stop), range(kv, kv + 1))
-        for kv, holders in enumerate(split_hands(per_kv, spec.num_kv_heads, tp, shares))
+        for kv, holders in enumerate(split_hands(per_kv, kind.num_kv_heads, tp, shares))
         for part in deal(per_kv, len(holders), shares and shares[holders.start : holders.stop])
     ]
 
@@ -195,13 +206,12 @@ def _expert_ranks_are_tp_ranks(layout: Layout) -> bool:
 
 
 def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
-    """Weight elements of a layer's attention on each tp rank."""
+    """Weight elements of a layer's attention on each tp rank; the mean over the layers, where they are of several kinds."""
     if spec.mla is not None:  # those that differ from rank to rank
         return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
-    return [
-        (2 * len(q_heads) + 2 * len(kv_heads)) * spec.head_dim * spec.hidden_size
-        for q_heads, kv_heads in heads(spec, tp, shares)
-    ]
+    layers = Counter(map(spec.kind_of, range(spec.num_layers)))
+    dealt = [(heads(kind, tp, shares), layers[at] * kind.kept_dim * spec.hidden_size) for at, kind in enumerate(spec.kinds)]
+    return [sum(sum(map(len, hands[rank])) * each for hands, each in dealt) // spec.num_layers for rank in range(tp)]
 
 
 def _leveled(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
@@ -240,10 +250,11 @@ def weight_elements(spec: ModelSpec, own: Shard) -> int:
 def _layer(spec: ModelSpec, own: Shard, layer: int) -> Iterator[Parameter]:
     here, there, moe = f"layers.{layer}", f"model.layers.{layer}", spec.moe_of(layer)
     yield from _norms(spec, here, there, "input_norm")
-    yield from _attention(spec, own, f"{here}.attn", f"{there}.self_attn")
+    kind = spec.kind_of(layer)
+    yield from _attention(spec, spec.kinds[kind], *own.heads[kind], f"{here}.attn", f"{there}.self_attn")
     if spec.has_sinks(layer):
-        sinks = rows(f"{here}.attn.sinks", None, (f"{there}.self_attn.sinks", spec.num_heads, own.q_heads))
-        yield replace(sinks, fp32=True)
+        source = (f"{there}.self_attn.{spec.sinks_name}", spec.num_heads, own.heads[kind][0])
+        yield replace(rows(f"{here}.attn.sinks", None, source), fp32=True)
     yield from _norms(spec, here, there, "attn_out_norm", "post_norm")
     if moe is None:
         yield from _mlp(spec, own, f"{here}.mlp", f"{there}.mlp")
@@ -260,15 +271,18 @@ def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Para
             yield whole(f"{here}.{name}.weight", f"{there}.{sources[name]}.weight", spec.hidden_size)
 
 
-def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+def _attention(
+    spec: ModelSpec, kind: AttentionKind, q_heads: range, kv_heads: range, here: str, there: str
+) -> Iterator[Parameter]:
+    """Of a layer of a kind, on a rank with these of its heads."""
     if spec.mla is not None:
-        yield from latent_attention(spec, spec.mla, own.q_heads, here, there)
+        yield from latent_attention(spec, spec.mla, q_heads, here, there)
         return
-    hidden, dim = spec.hidden_size, spec.head_dim
-    q_rows = range(own.q_heads.start * dim, own.q_heads.stop * dim)
-    kv_rows = range(own.kv_heads.start * dim, own.kv_heads.stop * dim)
-    q_width, kv_width = spec.num_heads * dim, spec.num_kv_heads * dim
-    qkv = [("q_proj", q_width, q_rows), ("k_proj", kv_width, kv_rows), ("v_proj", kv_width, kv_rows)]
+    hidden, dim, value_dim = spec.hidden_size, kind.key_dim, kind.value_dim
+    q_width, q_rows = kind.num_heads * dim, of_heads(q_heads, dim)
+    k_width, k_rows = kind.num_kv_heads * dim, of_heads(kv_heads, dim)
+    v_segment = ("v_proj", kind.num_kv_heads * value_dim, of_heads(kv_heads, value_dim))
+    qkv = [("q_proj", q_width, q_rows), ("k_proj", k_width, k_rows), v_segment]
     qkv = fused("qkv_proj", qkv) if spec.fused_qkv else qkv
     yield rows(f"{here}.qkv.weight", hidden, *((f"{there}.{name}.weight", size, take) for name, size, take in qkv))
     if spec.qkv_bias:
@@ -278,8 +292,9 @@ def _attention(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[P
         yield whole(f"{here}.k_norm.weight", f"{there}.k_norm.weight", dim)
     if spec.qk_norm == "width":
         yield rows(f"{here}.q_norm.weight", None, (f"{there}.q_norm.weight", q_width, q_rows))
-        yield rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", kv_width, kv_rows))
-    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, q_width, q_rows)
+        yield rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", k_width, k_rows))
+    out_width, out_columns = kind.num_heads * value_dim, of_heads(q_heads, value_dim)
+    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, out_width, out_columns)
     if spec.o_bias:
         yield whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
 

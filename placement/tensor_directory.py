@@ -84,6 +84,8 @@ def _ignorable(name: str, spec: ModelSpec) -> bool:
     layer that guesses further tokens."""
     if _AUXILIARY.fullmatch(name) is not None or (spec.tie_embeddings and name == "lm_head.weight"):
         return True
+    if spec.mtp_layers and name.startswith("model.mtp."):
+        return True
     layer = _LAYER.match(name)
     return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.mtp_layers
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from placement.attention_kind import AttentionKind
 from placement.layout import Layout
-from placement.model_spec import ModelSpec
 from placement.shards import heads
 
 
-def group_heads(spec: ModelSpec, layout: Layout, tp_rank: int) -> list[range]:
-    """Query heads of each rank of the dcp group of a tp rank."""
+def group_heads(kind: AttentionKind, layout: Layout, tp_rank: int) -> list[range]:
+    """Query heads of each rank of the dcp group of a tp rank, in layers of a kind."""
     first = tp_rank - tp_rank % layout.dcp
-    return [q_heads for q_heads, _ in heads(spec, layout.tp, layout.tp_shares)[first : first + layout.dcp]]
+    return [q_heads for q_heads, _ in heads(kind, layout.tp, layout.tp_shares)[first : first + layout.dcp]]
 
 
-def weights(spec: ModelSpec, layout: Layout, tp_rank: int) -> tuple[int, int]:
-    """What travels for each token, in values: its queries of the dcp group's heads and the parts that come back for them, or
-    its keys and values. The proportion decides which it is to be (`placement.context.passes_kv`)::
+def weights(kind: AttentionKind, layout: Layout, tp_rank: int) -> tuple[int, int]:
+    """What travels for each token in a layer of a kind, in values: its queries of the dcp group's heads and the parts that come
+    back for them, or its keys and values. The proportion decides which it is to be (`placement.context.passes_kv`)::
 
-        heads * 2 head_dim                        2 kv_heads * head_dim       as heads to kv_heads
-        heads * (latent_dim + kv_lora_rank)       latent_dim                  latents weigh next to nothing
+        heads * (key_dim + value_dim)             kv_heads * (key_dim + value_dim)       as heads to kv_heads
+        heads * (latent_dim + kv_lora_rank)       latent_dim                             latents weigh next to nothing
     """
-    _, kv_heads = heads(spec, layout.tp, layout.tp_shares)[tp_rank]
-    num_heads = sum(map(len, group_heads(spec, layout, tp_rank)))
-    return num_heads * (spec.kv_dim + spec.part_dim), len(kv_heads) * spec.kv_planes * spec.kv_dim
+    _, kv_heads = heads(kind, layout.tp, layout.tp_shares)[tp_rank]
+    num_heads = sum(map(len, group_heads(kind, layout, tp_rank)))
+    return num_heads * (kind.key_dim + kind.part_dim), len(kv_heads) * kind.kept_dim

@@ -20,7 +20,7 @@ from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.kv_cache import KVCache
+from actors.model.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.local import choose_latent
 from placement.layout import Layout
@@ -173,7 +173,7 @@ def _run_rank(
 ) -> list[Tensor]:
     tables = pages.tables(sequences)
     blocks = 1 + sum(len(table) for table in tables)
-    caches = [KVCache.of(spec, own, blocks, pages.block_size, torch.float32) for own, _ in stages]
+    caches = [KVCaches.of(spec, own, blocks, pages.block_size, torch.float32) for own, _ in stages]
     collected: list[list[Tensor]] = [[] for _ in sequences]
     for parts in schedule:
         batch = batch_of(parts, sequences, tables, pages.block_size)

@@ -176,6 +176,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "mimo_v2": {
+        "model_type": "mimo_v2_flash",
+        **_EXPERTS,
+        "num_attention_heads": 12,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "sliding_window": 8,
+        "attention_value_scale": 0.6,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.8,
+    },
     "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None},
     "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 20, "rope_parameters": ROPES["yarn_mscale"]},
     "deepseek_v2_moe": {
@@ -234,7 +248,8 @@ def tiny(family: str, *, tied: bool = False, bias: float = 0.3, rope: str | None
 
 @cache
 def _made(family: str, tied: bool, bias: float, rope: str | None, sizes: tuple[tuple[str, Any], ...]) -> TinyModel:
-    fields = {**_SIZES, **FAMILIES[family], "tie_word_embeddings": tied, **dict(sizes)}
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in sizes}
+    fields = {**_SIZES, **FAMILIES[family], "tie_word_embeddings": tied, **own}
     if rope is not None:
         fields["rope_parameters"] = ROPES[rope]
     torch.manual_seed(1)

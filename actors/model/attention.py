@@ -16,7 +16,10 @@ from actors.model.kv_cache import KVCache
 
 
 class AttentionBackend(Protocol):
-    """A kernel family behind one interface. Stateless: everything about a step is in its metadata."""
+    """A kernel family behind one interface. Stateless: everything about a step is in its metadata.
+
+    A cache is that of the layers of one kind; a step has a plan for each kind.
+    """
 
     name: str
 
@@ -36,9 +39,9 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write `k` and `v` [tokens, kv_heads, head_dim] to the cache, then attend from `q` [tokens, q_heads, head_dim].
+        """Write `k` and `v` [tokens, kv_heads, dim] to the cache, then attend from `q` [tokens, q_heads, dim of k].
 
-        Returns [tokens, q_heads, head_dim]. `window` as in `ModelSpec.windows`; `scale` multiplies the
+        Returns [tokens, q_heads, dim of v], which may be less. `window` as in `ModelSpec.windows`; `scale` multiplies the
         scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``. `sinks` [q_heads] fp32: see `with_sinks`.
         """
 
@@ -60,15 +63,16 @@ def choose(
     softcap: bool = False,
     sinks: bool = False,
     head_dim: int = 128,
+    value_dim: int | None = None,
 ) -> AttentionBackend:
     """The fastest backend present for this device, dtype, page size (tokens per block) and size of heads.
 
-    `softcap`: which can cap scores; `sinks`: which can do sinks.
+    `softcap`: which can cap scores; `sinks`: which can do sinks; `value_dim`: not given, that of values is `head_dim` too.
     """
     if torch.device(device).type == "cuda":
         from actors.model.attention_cuda import choose_cuda
 
-        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim)
+        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim, value_dim=value_dim)
     from actors.model.attention_cpu import CpuAttention
 
     backend: AttentionBackend = CpuAttention()

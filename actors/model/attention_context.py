@@ -35,6 +35,7 @@ from actors.model.attention_visits import Style
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from placement.attention_kind import AttentionKind
 from placement.context import Place, passes_kv
 from placement.layout import Layout
 from placement.mesh import Coords
@@ -57,7 +58,7 @@ class _Layer:
     """Of queries that meet shared keys."""
 
     def add_fresh(self, total: Sum, meeting: Meeting, run: KeyRun, kept: Tensor) -> None:
-        """Add to the tokens of a row what they see of its fresh keys, made of `kept` [keys, planes, kv_heads, dim]."""
+        """Add to the tokens of a row what they see of its fresh keys, made of `kept` [keys, kv_heads, dim]."""
         row = run.row
         form = meeting.fresh(row)
         for at, out, lse in self._seen(form, form.queries(meeting.q[row.tokens]), row.spans, run, *form.keys_values(kept)):
@@ -95,12 +96,11 @@ class _Layer:
 
 
 class ContextAttention:
-    """The backend of one rank."""
+    """The backend of one rank; a setting for each kind of attention."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.name = f"context parallel, {setting.kernel.name}"
-        self._setting = setting
-        self._cp, self._heads = setting.cp, setting.heads
+    def __init__(self, *settings: Setting) -> None:
+        self._kernel, self._cp, self._settings = settings[0].kernel, settings[0].cp, settings
+        self.name = f"context parallel, {self._kernel.name}"
 
     @classmethod
     def of(
@@ -108,16 +108,20 @@ class ContextAttention:
     ) -> ContextAttention:
         """The backend of the rank at `at`, which has the groups ``cp`` and ``dcp``."""
         place = Place.of(layout, at, block_size)
-        exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(spec, layout, at.tp))])
-        queries, keys = weights(spec, layout, at.tp)
 
-        def keys_travel(new: int, cached: int) -> bool:
-            return passes_kv(new, cached, queries, keys, layout.cp)
+        def setting(kind: AttentionKind) -> Setting:
+            exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, at.tp))])
+            queries, keys = weights(kind, layout, at.tp)
 
-        return cls(Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], keys_travel))
+            def keys_travel(new: int, cached: int) -> bool:
+                return passes_kv(new, cached, queries, keys, layout.cp)
+
+            return Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], keys_travel)
+
+        return cls(*map(setting, spec.kinds))
 
     def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
-        return ContextPlan(batch, cache, self._setting)
+        return ContextPlan(batch, cache, self._settings[cache.kind])
 
     def attend(
         self,
@@ -147,11 +151,11 @@ class ContextAttention:
     ) -> Tensor:
         """`attend`, whatever it is that is kept of a token: returns [tokens, q_heads, answer_dim]."""
         q, kept, form = meeting.q, meeting.kept, meeting.shared
-        call = _Layer(plan, self._setting.kernel, cache, layer, window, scale, softcap, form)
-        cache.write(layer, plan.slots, kept[plan.kept, 0], kept[plan.kept, -1])
+        call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
+        cache.write_kept(layer, plan.slots, kept[plan.kept])
         fresh = Sum(q.shape[1], q.shape[0], meeting.answer_dim, q.device)
-        shared = Sum(self._heads.num_heads, len(plan.shared), form.part_dim, q.device)
-        visitors = self._heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
+        shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
+        visitors = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
         for run in plan.chunks:
             call.add_fresh(fresh, meeting, run, kept[run.row.tokens])
         if plan.num_whole:
@@ -162,7 +166,7 @@ class ContextAttention:
             rows = slice(len(plan.shared) - plan.num_queries, len(plan.shared))
             shared.add(rows, *plan.queries.attend(visitors[rows], form.part_dim, call.add_pages))
         if len(plan.shared):
-            out, lse = self._heads.scatter(shared, q.dtype)
+            out, lse = plan.heads.scatter(shared, q.dtype)
             fresh.add(plan.shared, form.answers(out.to(q.dtype)), lse)
         out = fresh.out if sinks is None else with_sinks(fresh.out, fresh.lse, sinks[:, None])
         return out.transpose(0, 1).to(q.dtype)
@@ -181,15 +185,14 @@ class ContextAttention:
         shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
 
     def _contribution(self, kept: Tensor, call: _Layer) -> Tensor:
-        """[tokens, planes, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys
-        travel."""
+        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys travel."""
         plan = call.plan
         parts = [kept[plan.split_tokens]]
         for row in plan.passing_keys:
             _, read = plan.pages[row.index]
             if read is not None:
                 keys, values = read.read(call.cache, call.layer)
-                parts.append(torch.stack((keys[0], values[0])[: call.cache.planes]).permute(2, 0, 1, 3))
+                parts.append(call.cache.joined(keys[0], values[0]).transpose(0, 1))
         return torch.cat(parts)
 
     def _add_visits(
@@ -197,8 +200,7 @@ class ContextAttention:
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
         for visit, tensor in style.visits(own):
-            stay = tensor[visit.kept]
-            call.cache.write(call.layer, visit.slots, stay[:, 0], stay[:, -1])
+            call.cache.write_kept(call.layer, visit.slots, tensor[visit.kept])
             for run in visit.fresh:
                 call.add_fresh(fresh, meeting, run, tensor[run.keys])
             for run in visit.cached:

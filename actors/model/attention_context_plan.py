@@ -43,7 +43,7 @@ class ContextPlan:
 
     def __init__(self, batch: Batch, cache: KVCache, setting: Setting) -> None:
         self._cache, self._place, self._kernel = cache, setting.place, setting.kernel
-        place, cp = setting.place, setting.cp
+        place, cp, self.heads = setting.place, setting.cp, setting.heads
         self._sights: dict[tuple[int, tuple[range, ...], int | None], list[Sight]] = {}
         self._decode: dict[int | None, Sequence[PagedTask]] = {}
         rows = shares(batch, place)

@@ -6,7 +6,6 @@ shared by all layers with that window.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from actors.model.attention_decode import DecodeBucket, plan_decode
@@ -58,7 +57,7 @@ class CpuAttention:
         tasks = plan.tasks(window)
         if len(tasks) == 1:
             return tasks[0].run(q, k, v, cache, layer, scale, softcap, sinks)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         for task in tasks:
             out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap, sinks)
         return out

@@ -55,13 +55,15 @@ def choose_cuda(
     softcap: bool = False,
     sinks: bool = False,
     head_dim: int = 128,
+    value_dim: int | None = None,
 ) -> AttentionBackend:
     """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
 
     So is one that cannot cap scores, where the model wants that (`softcap`), and all of them for a model with `sinks`, which
-    need the log-sum-exp.
+    need the log-sum-exp, and for one whose values are shorter than its keys.
     """
-    if dtype in (torch.float16, torch.bfloat16) and not sinks and head_dim <= MOST_HEAD_DIM:
+    fits = head_dim <= MOST_HEAD_DIM and value_dim in (None, head_dim)
+    if dtype in (torch.float16, torch.bfloat16) and not sinks and fits:
         for offer in _OFFERS:
             function = _find(offer, load, softcap) if block_size % offer.page_multiple == 0 else None
             if function is not None:

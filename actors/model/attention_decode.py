@@ -55,17 +55,18 @@ class DecodeBucket:
         # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
         sinks = None if sinks is None else sinks.view(cache.kv_heads, -1)
-        return flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap, sinks=sinks).reshape(rows, heads, dim)
+        out = flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap, sinks=sinks)
+        return out.reshape(rows, heads, values.shape[3])
 
     def run_with_lse(
         self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None, kernel: Kernel = flash_with_lse
     ) -> tuple[Tensor, Tensor]:
-        """Output [rows, q_heads, dim] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
+        """Output [rows, q_heads, dim of values] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
         keys, values = self.keys.read(cache, layer)
         rows, heads, dim = q.shape
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
         out, lse = kernel(grouped, keys, values, scale, mask=self.mask, softcap=softcap)
-        return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+        return out.reshape(rows, heads, values.shape[3]), lse.reshape(rows, heads)
 
 
 @dataclass(frozen=True)

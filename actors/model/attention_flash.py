@@ -4,7 +4,7 @@ The operator checks almost nothing (torch 2.13), so this does:
 
 - no queries or no keys: it kills the process (SIGFPE)            -> answered here, LSE -inf
 - query heads not a multiple of KV heads: garbage, or SIGFPE      -> refused
-- k's batch, or v's shape, unlike q's: reads out of bounds        -> refused
+- k's batch, or v's shape, unlike q's: reads out of bounds        -> refused; shorter values are filled up with zeros
 - causal with unequal lengths: aligned to the wrong (left) corner -> refused
 - a row that sees nothing: output 0 but LSE 0, which merges as if it had weight -> LSE -inf
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from actors.model.attention import with_sinks
 from actors.model.attention_capped import capped_attention
@@ -31,9 +32,10 @@ def flash(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention: [batch, q_heads, queries, dim], in q's memory order. Rows that see nothing are 0.
+    """Attention: [batch, q_heads, queries, dim of v], in q's memory order. Rows that see nothing are 0.
 
-    `q` is [batch, q_heads, queries, dim]; `k` and `v` are [batch, kv_heads, keys, dim] with kv_heads dividing q_heads.
+    `q` is [batch, q_heads, queries, dim]; `k` is [batch, kv_heads, keys, dim] with kv_heads dividing q_heads; `v` is like k, or
+    shorter in its last dimension.
     `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionBackend.attend`.
     `sinks` as there too, [q_heads, 1] or [q_heads, queries]. Raises `ValueError` on shapes that clash.
     """
@@ -64,6 +66,9 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v, causal)
+    if v.shape[3] < q.shape[3]:
+        out, lse = _run(q, k, F.pad(v, (0, q.shape[3] - v.shape[3])), scale, causal, mask, softcap)
+        return out[..., : v.shape[3]], lse
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     if softcap is not None:
@@ -75,10 +80,11 @@ def _run(
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     batch, q_heads, queries, dim = q.shape
     kv_heads = k.shape[1]
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != dim or not q.dtype == k.dtype == v.dtype:
+    alike = k.shape[:3] == v.shape[:3] and v.shape[3] <= dim and q.dtype == k.dtype == v.dtype
+    if not alike or k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(
             f"attention inputs clash: q {list(q.shape)} {q.dtype}, k {list(k.shape)} {k.dtype}, v {list(v.shape)} {v.dtype}; "
-            "k and v must be alike and share q's batch, head size and dtype"
+            "k and v must be alike (v may have shorter heads) and share q's batch, head size and dtype"
         )
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads cannot be shared out over {kv_heads} KV heads: it must divide")

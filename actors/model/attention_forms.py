@@ -28,7 +28,7 @@ class Form(Protocol):
         """Queries of a layer [tokens, heads, _] -> of the kernel [tokens, heads, dim]."""
 
     def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """What is kept of tokens [tokens, planes, kv_heads, _] -> keys and values of the kernel, [1, kv_heads, tokens, dim]."""
+        """What is kept of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
 
     def parts(self, out: Tensor) -> Tensor:
         """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, part_dim]."""
@@ -39,16 +39,17 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values as they are."""
+    """Keys and values as they are, kept side by side."""
 
+    key_dim: int
     part_dim: int
 
     def queries(self, q: Tensor) -> Tensor:
         return q
 
     def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = kept.permute(1, 2, 0, 3).unsqueeze(1)
-        return keys, values
+        both = kept.transpose(0, 1).unsqueeze(0)
+        return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def parts(self, out: Tensor) -> Tensor:
         return out
@@ -64,13 +65,13 @@ class Meeting:
     q: Tensor
     """[tokens, heads, _]"""
     kept: Tensor
-    """[tokens, planes, kv_heads, _]: what the cache holds of each token."""
+    """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
     fresh: Callable[[RowShare], Form]
     shared: Form
     answer_dim: int
 
 
 def plain_meeting(q: Tensor, k: Tensor, v: Tensor) -> Meeting:
-    """Of plain attention: `q` [tokens, q_heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim]."""
-    form = Plain(q.shape[2])
-    return Meeting(q, torch.stack((k, v), 1), lambda row: form, form, q.shape[2])
+    """Of plain attention: `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
+    form = Plain(k.shape[2], v.shape[2])
+    return Meeting(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])

@@ -39,7 +39,7 @@ class GatherAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         cache.write(layer, plan.slots, k, v)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         token = 0
         for queries, context, table in zip(plan.query_lens, plan.context_lens, plan.block_tables, strict=True):
             total = context + queries

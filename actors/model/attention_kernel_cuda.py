@@ -141,7 +141,7 @@ class FlashPartial(WrittenPartial):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if mask is not None or q.shape[-1] > MOST_HEAD_DIM:
+        if mask is not None or q.shape[-1] > MOST_HEAD_DIM or v.shape[-1] != q.shape[-1]:
             return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
         queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         lengths = Lengths.of([len(queries)], [len(keys)], q.device)
@@ -149,7 +149,7 @@ class FlashPartial(WrittenPartial):
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
-        if cache.head_dim > MOST_HEAD_DIM:
+        if cache.head_dim > MOST_HEAD_DIM or cache.value_dim != cache.head_dim:
             return super().decode(rows, cache)
         whole = [row for row in rows if row.first == 0]
         tasks: list[PagedTask] = [PagedRows(whole, cache, self._part)] if whole else []

@@ -23,34 +23,38 @@ class Run:
     length: int
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [1, kv_heads, length, head_dim]."""
-        run = cache.runs(layer).narrow(2, self.start, self.length)
-        return run[0].unsqueeze(0), run[-1].unsqueeze(0)
+        """K and V, each [1, kv_heads, length, its dim]."""
+        runs = cache.plane_runs(layer)
+        keys, values = (run.narrow(1, self.start, self.length).unsqueeze(0) for run in (runs[0], runs[-1]))
+        return keys, values
 
 
 class Gather:
     """Whole blocks of some sequences, of which the tokens ``[first, stop)`` are read.
 
-    All layers of a step gather into one buffer (fresh memory for each layer costs page faults), so what `read` returns holds
-    until the next `read`.
+    All layers of a kind gather into one buffer a step (fresh memory for each layer costs page faults), so what `read` returns
+    holds until the next `read`. Where values have another size than keys they have a buffer of their own.
     """
 
     def __init__(self, cache: KVCache, block_tables: list[list[int]], first: int, stop: int) -> None:
         tables = torch.tensor(block_tables, device=cache.device)
         self.rows = cache.page_rows(tables)
         self.batch, self.blocks = tables.shape
-        self._first, self._stop = first, stop
-        shape = (len(self.rows), cache.block_size * cache.head_dim)
-        self._pages = torch.empty(shape, dtype=cache.dtype, device=cache.device)
-        self._tokens = self._pages.view(
-            cache.planes, self.batch, cache.kv_heads, self.blocks * cache.block_size, cache.head_dim
-        )
+        self._pages = [
+            torch.empty(len(self.rows), cache.block_size * dim, dtype=cache.dtype, device=cache.device)
+            for _, dim in cache.stores
+        ]
+        tokens = [
+            pages.view(planes, self.batch, cache.kv_heads, self.blocks * cache.block_size, dim)
+            for pages, (planes, dim) in zip(self._pages, cache.stores, strict=True)
+        ]
+        self._found = (tokens[0][0, :, :, first:stop], tokens[-1][-1, :, :, first:stop])
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [sequences, kv_heads, stop - first, head_dim]."""
-        torch.index_select(cache.flat_pages(layer), 0, self.rows, out=self._pages)
-        found = self._tokens[:, :, :, self._first : self._stop]
-        return found[0], found[-1]
+        """K and V, each [sequences, kv_heads, stop - first, its dim]."""
+        for stored, pages in zip(cache.flat_pages(layer), self._pages, strict=True):
+            torch.index_select(stored, 0, self.rows, out=pages)
+        return self._found
 
 
 Source = Run | Gather

@@ -23,7 +23,7 @@ def written_attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `actors.model.attention_flash.flash_with_lse`: output like q, LSE [batch, q_heads, queries] fp32."""
+    """As `actors.model.attention_flash.flash_with_lse`: output, LSE [batch, q_heads, queries] fp32."""
     batch, q_heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     grouped = q.reshape(batch, kv_heads, q_heads // kv_heads, queries, dim)
@@ -42,5 +42,5 @@ def written_attention(
         top = lse.masked_fill(torch.isneginf(lse), 0)  # exp(-inf - -inf) would be NaN
         parts.append((torch.matmul((scores - top.unsqueeze(-1)).exp_(), v.float().unsqueeze(2)), lse))
     outs, lses = zip(*parts, strict=True)
-    out = torch.cat(outs, 3).view(q.shape)
+    out = torch.cat(outs, 3).view(*q.shape[:3], v.shape[3])
     return out.to(q.dtype), torch.cat(lses, 3).view(q.shape[:3])

@@ -22,6 +22,7 @@ from actors.model.attention import AttentionBackend
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
+from actors.model.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.build import latent_attention
 from actors.model.layers import (
@@ -42,7 +43,7 @@ from actors.model.moe.exchanges import Exchanges, OnlySums
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.regions import Region, Regions
 from actors.model.rope import make_rope
-from actors.model.step import Step
+from actors.model.step import Paged, Step
 from placement.expert_tokens import Lanes
 from placement.model_spec import ModelSpec
 from placement.shards import Shard, parameters
@@ -83,15 +84,15 @@ class Decoder(nn.Module):
         self._none = torch.empty((0, spec.hidden_size), dtype=dtype, device=device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCaches | KVCache) -> Tensor:
         """This stage's layers. `hidden` is what the same tp rank of the previous stage returned (None on the first).
 
         Returns [tokens, hidden] on the last stage, on the others the rank's own tokens of it (`Regions.own`), which is all
         that the next stage needs of this rank. Writes the step's keys and values to `cache`.
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
-        plan = self._attention.prepare(batch, cache)
-        step = Step(rotations, plan, cache, region, self.exchanges.of(batch.lanes))
+        paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
+        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
@@ -175,27 +176,44 @@ class GroupedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv, self.o, self.sinks = qkv, o, sinks
-        self._rope = rope
-        self._q_heads, self._kv_heads = len(own.q_heads), len(own.kv_heads)
-        self._head_dim, self._scale, self._softcap = spec.head_dim, spec.scores_scale, spec.attention_softcap
+        self._rope, self._kind = rope, spec.kind_of(layer)
+        kind, (q_heads, kv_heads) = spec.kinds[self._kind], own.heads[self._kind]
+        self._q_heads, self._kv_heads = len(q_heads), len(kv_heads)
+        self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
+        self._scale, self._softcap = spec.scores_scale, spec.attention_softcap
         self._layer, self._window, self._backend = layer, spec.windows[layer], backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
-        heads = self.qkv(x, step.region).view(-1, self._q_heads + 2 * self._kv_heads, self._head_dim)
-        rotated = self._q_heads + self._kv_heads
-        qk, v = heads[:, :rotated], heads[:, rotated:]
+        projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
+        qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
+        qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))
         q, k = self._split(step.rotations[self._rope](self._normed(qk)))
-        scores = (self._window, self._scale, self._softcap, self.sinks)
-        out = self._backend.attend(q, k, v, step.cache, self._layer, step.plan, *scores)
+        paged, scores = step.paged[self._kind], (self._window, self._scale, self._softcap, self.sinks)
+        out = self._backend.attend(q, k, v, paged.cache, self._layer, paged.plan, *scores)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:
         """Query and key heads [tokens, q_heads + kv_heads, head_dim] as they go into the rotation."""
         return qk
 
+    def _valued(self, v: Tensor) -> Tensor:
+        """Value heads [tokens, kv_heads, value_dim] as they go into the cache."""
+        return v
+
     def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         return qk[:, : self._q_heads], qk[:, self._q_heads :]
+
+
+class ScaledValueAttention(GroupedAttention):
+    """`GroupedAttention` whose values are multiplied by a constant (MiMo-V2)."""
+
+    def __init__(self, spec: ModelSpec, *parts: Any) -> None:
+        super().__init__(spec, *parts)
+        self._value_scale = spec.value_scale
+
+    def _valued(self, v: Tensor) -> Tensor:
+        return v * self._value_scale
 
 
 class NormedAttention(GroupedAttention):
@@ -285,7 +303,7 @@ class _Builder:
         if spec.qk_norm == "width":
             q_norm, k_norm = (WidthNorm(self._table[f"{at}.{name}.weight"], spec.norm_eps) for name in ("q_norm", "k_norm"))
             return WidthNormedAttention(spec, own, *parts, q_norm=q_norm, k_norm=k_norm, group=self._tp)
-        return GroupedAttention(spec, own, *parts)
+        return (GroupedAttention if spec.value_scale == 1 else ScaledValueAttention)(spec, own, *parts)
 
     def column(self, name: str) -> ColumnParallel:
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))

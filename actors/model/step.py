@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,21 @@ from actors.model.rope import Rotate
 
 
 @dataclass(frozen=True)
+class Paged:
+    """Where layers of one kind keep keys and values, and their backend's plan of the step."""
+
+    cache: KVCache
+    plan: Any
+
+
+@dataclass(frozen=True)
 class Step:
     """What every layer of a step shares."""
 
     rotations: Sequence[Rotate]
     """One for each rope of the model; a layer knows which is its own."""
-    plan: Any
-    cache: KVCache
+    paged: Mapping[int, Paged]
+    """One for each kind of attention in the stage; likewise."""
     region: Region
     exchange: Exchange
     """The way to the experts, for layers that have some."""

@@ -70,6 +70,12 @@ def test_windows_caps_and_norms(family: str, text: str) -> None:
     check_layout(tiny(family), text, reference(family), SEQUENCES, SCHEDULES[1:])
 
 
+@pytest.mark.parametrize("text", ["cp=3", "cp=2,cp_style=allgather", "tp=8,dcp=2", "cp=2,tp=3,pp=2"])
+def test_layers_of_unlike_heads(text: str) -> None:
+    """Keys and values of unlike size; on 8 ranks a KV head is on 4 in the one kind of layer and on 2 in the other."""
+    check_layout(tiny("mimo_v2"), text, reference("mimo_v2"), SEQUENCES, SCHEDULES)
+
+
 @pytest.mark.parametrize(("q_heads", "kv_heads", "text"), [(4, 1, "tp=4,dcp=2"), (4, 1, "tp=4,dcp=4"), (9, 3, "tp=6,dcp=2")])
 def test_other_heads(q_heads: int, kv_heads: int, text: str) -> None:
     """One KV head on four ranks, and SmolLM2's heads on six, with uneven query heads in a dcp group."""

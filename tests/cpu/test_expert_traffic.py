@@ -27,6 +27,8 @@ LAYOUTS = [
     ("qwen3_moe", "cp=2,tp=2,ep=4"),
     ("glm4_moe", "cp=2,tp=2,pp=2,ep=2,sp=true"),
     ("gpt_oss", "cp=3,ep=3"),
+    ("mimo_v2", "cp=2,tp=3,pp=2,ep=2"),
+    ("mimo_v2", "tp=8,dcp=2,ep=4"),
     ("qwen2_moe", "tp=4,moe_dp=2,ep=2"),
     ("mixtral", "cp=2,tp=2,moe_dp=2"),
     ("qwen2_moe", "attn_dp=2,tp=2,ep=4"),

@@ -59,7 +59,13 @@ def test_heads_that_do_not_divide_are_refused(q_heads: int, kv_heads: int) -> No
 
 def test_clashing_shapes_are_refused() -> None:
     q, k, v = qkv(2, 2, 2, 3, 3)
-    for bad in ((q, k[:1], v[:1]), (q, k, v[..., :4]), (q, k[..., :4], v[..., :4]), (q.double(), k, v), (q, k, v[:, :, :2])):
+    for bad in (
+        (q, k[:1], v[:1]),
+        (q[..., :4], k[..., :4], v),
+        (q, k[..., :4], v[..., :4]),
+        (q.double(), k, v),
+        (q, k, v[:, :, :2]),
+    ):
         with pytest.raises(ValueError, match="clash"):
             flash(*bad, 1.0)
 

@@ -48,7 +48,21 @@ def test_a_layout_equals_one_rank(family: str, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize(
     "family",
-    ["smollm3", "olmo2", "phi3", "glm", "glm4", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe"],
+    [
+        "smollm3",
+        "olmo2",
+        "phi3",
+        "glm",
+        "glm4",
+        "gemma2",
+        "gemma3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "glm4_moe",
+        "mimo_v2",
+    ],
 )
 def test_a_layout_equals_transformers(family: str, sizes: dict[str, int]) -> None:
     model = tiny(family)

@@ -102,7 +102,7 @@ def blocks_of(index: int) -> list[int]:
     return list(range(6 * index, 6 * index + 6))
 
 
-@pytest.mark.parametrize("family", ["llama2", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama2", "deepseek_v2", "deepseek_v3", "mimo_v2"])
 def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts, one of them in three chunks, whose cached keys travel in the second and stay in the third (cp)."""
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)

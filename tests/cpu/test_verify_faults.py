@@ -179,6 +179,18 @@ def test_positions_that_begin_anew_in_every_chunk(monkeypatch: pytest.MonkeyPatc
     assert [case.verdict for case in report.cases] == ["rounding", "fault", "fault", "fault", "fault"]
 
 
+def _in_reverse(right: Any, num_kv_heads: int) -> Any:
+    """KV heads of the layers that have so many, dealt from the last rank to the first; query heads as they should be."""
+
+    def heads(kind: Any, *rest: Any) -> Any:
+        dealt = right(kind, *rest)
+        if kind.num_kv_heads != num_kv_heads:
+            return dealt
+        return [(q, kv) for (q, _), (_, kv) in zip(dealt, reversed(dealt), strict=True)]
+
+    return heads
+
+
 def test_query_heads_that_read_the_next_kv_head(monkeypatch: pytest.MonkeyPatch) -> None:
     right = shards.heads
 
@@ -191,6 +203,12 @@ def test_query_heads_that_read_the_next_kv_head(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shards, "heads", off_by_one)
     assert_fault(verify(tiny("llama2"), "tp=3"), 0)
     assert verify(tiny("llama2"), "tp=2").verdict == "rounding"
+    assert_fault(verify(tiny("mimo_v2"), "tp=3"), 0)  # of its kinds of layers only the first has fewer KV heads than that
+
+
+def test_heads_of_one_kind_of_layer_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "heads", _in_reverse(shards.heads, num_kv_heads=4))
+    assert_fault(verify(tiny("mimo_v2"), "tp=2"), 1)
 
 
 def test_padding_of_the_vocabulary_that_could_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

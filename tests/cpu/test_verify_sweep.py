@@ -33,6 +33,10 @@ def small(family: str, shape: int) -> TinyModel:
     sizes = {**layers, **SHAPES[shape]}
     if "kv_lora_rank" in FAMILIES[family]:  # every query head has keys of its own
         sizes["num_key_value_heads"] = sizes.get("num_attention_heads", 6)
+    if (
+        "num_attention_heads" in FAMILIES[family] and "num_attention_heads" in sizes
+    ):  # layers with a window have twice the KV heads
+        sizes["num_attention_heads"] *= 2
     return tiny(family, tied=shape == 1, **sizes)
 
 

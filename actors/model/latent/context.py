@@ -36,7 +36,7 @@ class ContextLatent:
         def fresh(row: RowShare) -> Form:
             return absorbed if _absorbs(heads, row) else naive
 
-        meeting = Meeting(q, latents[:, None, None], fresh, absorbed, heads.mla.value_dim)
+        meeting = Meeting(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)
         return self._context.meet(meeting, cache, layer, plan, None, scale)
 
 

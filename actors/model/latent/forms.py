@@ -1,4 +1,4 @@
-"""The two forms of latent attention (`actors.model.attention_forms`). What is kept of a token is [1, 1, latent_dim]."""
+"""The two forms of latent attention (`actors.model.attention_forms`). What is kept of a token is [1, latent_dim]."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Naive:
         return q
 
     def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        return self.heads.expand(kept[:, 0, 0])
+        return self.heads.expand(kept[:, 0])
 
     def parts(self, out: Tensor) -> Tensor:
         return out[..., : self.part_dim]
@@ -46,7 +46,7 @@ class Absorbed:
         return self.heads.absorb(q)
 
     def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        latents = kept.permute(1, 2, 0, 3)
+        latents = kept.transpose(0, 1).unsqueeze(0)
         return latents, latents
 
     def parts(self, out: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ class LatentAttention(nn.Module):
         turned = step.rotations[self._rope](torch.cat((q[..., mla.nope_dim :], shared.unsqueeze(1)), 1))
         q = torch.cat((q[..., : mla.nope_dim], turned[:, :-1]), -1)
         latents = torch.cat((self.kv_a_norm(latent), turned[:, -1]), -1)
-        out = self._backend.attend(q, latents, self.kv_b, step.cache, self._layer, step.plan, self._scale)
+        paged = step.paged[0]  # latent attention is of one kind
+        out = self._backend.attend(q, latents, self.kv_b, paged.cache, self._layer, paged.plan, self._scale)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _queries(self, first: Tensor) -> Tensor:

@@ -95,13 +95,13 @@ class LocalLatent:
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, row: NaiveRow, scale: float
     ) -> Tensor:
         form, queries = Naive(heads), q.transpose(0, 1).unsqueeze(0)
-        out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None, None]), scale, None, causal=True)
+        out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None]), scale, None, causal=True)
         if row.context:
             total = Sum(heads.num_heads, len(q), form.part_dim, q.device)
             total.add(slice(None), form.parts(out[0]), lse[0])
             for piece in row.context:
                 cached, _ = piece.read(cache, layer)
-                out, lse = self._kernel.dense(queries, *form.keys_values(cached.permute(2, 0, 1, 3)), scale, None)
+                out, lse = self._kernel.dense(queries, *form.keys_values(cached[0].transpose(0, 1)), scale, None)
                 total.add(slice(None), form.parts(out[0]), lse[0])
             return total.out.transpose(0, 1).to(q.dtype)
         return form.parts(out[0]).transpose(0, 1)
