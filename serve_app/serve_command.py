@@ -84,7 +84,7 @@ def run_server(
 def _connect(address: str | None, slots: int, shape: local.Shape | None) -> local.Connection:
     try:
         return local.connect(address, slots=slots, environment=proxy.SETTING, shape=shape)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:  # the latter: it is no address
         where = address or local.configured_address() or "this machine, where it was started"
         raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
 

@@ -208,6 +208,11 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
     assert time.monotonic() - began < 40
 
 
+def test_what_is_no_address_is_named() -> None:
+    message = refused("serve", str(tiny("llama3").folder), "--address", "garbage")
+    assert message.startswith("error: no Ray cluster answers at garbage: ")
+
+
 def test_an_option_that_does_not_exist() -> None:
     done = run("serve", "--tensor-parallel", "2")
     assert done.returncode == 2
