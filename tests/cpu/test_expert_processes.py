@@ -42,6 +42,8 @@ def workers() -> Iterator[Workers]:
         ("qwen3_moe", "attn_dp=2,pp=2,ep=2,dispatch=a2a"),
         ("gpt_oss", "tp=4,dcp=2,ep=2,dispatch=a2a"),
         ("qwen2_moe", "attn_dp=2,tp=2,moe_dp=2,ep=2,sp=true"),
+        ("mimo_v2", "tp=8,dcp=2,ep=4"),
+        ("mimo_v2", "attn_dp=2,cp=2,pp=2,ep=2"),
     ],
 )
 def test_a_layout_of_processes_is_rounding(workers: Workers, family: str, layout: str) -> None:
