@@ -1,0 +1,104 @@
+"""Makes the modules of a decoder around the rows of the shard table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from actors.model.group import Group
+from actors.model.latent.build import latent_attention
+from actors.model.layer import GroupedAttention, Layer, NormedAttention, ScaledValueAttention, WidthNormedAttention
+from actors.model.layers import (
+    ACTIVATIONS,
+    CappedHead,
+    ColumnParallel,
+    GatedMLP,
+    OffsetRMSNorm,
+    RMSNorm,
+    RowParallel,
+    ScaledEmbedding,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from actors.model.moe.build import mixture
+from actors.model.qk_norm import WidthNorm
+from placement.model_spec import ModelSpec
+from placement.shards import Shard, parameters
+
+
+class Builder:
+    """Makes modules around the rows of the shard table; a bias that has no row there is one the model has not."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Shard,
+        tp: Group,
+        backend: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._spec, self._own, self._tp, self._backend = spec, own, tp, backend
+        self.ropes = list(dict.fromkeys(spec.rope_of(layer) for layer in own.layers))
+        self._table = {
+            row.name: nn.Parameter(
+                torch.empty(row.shape, dtype=torch.float32 if row.fp32 else dtype, device=device), requires_grad=False
+            )
+            for row in parameters(spec, own)
+        }
+
+    def embedding(self) -> VocabularyEmbedding:
+        parts = (self._table["embed.weight"], self._own.vocab)
+        scale = self._spec.embedding_scale
+        return VocabularyEmbedding(*parts) if scale == 1 else ScaledEmbedding(*parts, scale)
+
+    def head(self) -> VocabularyHead:
+        """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
+        weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
+        parts = (weight, self._own.vocab, self._spec.vocab_size)
+        cap = self._spec.logit_softcap
+        return VocabularyHead(*parts) if cap is None else CappedHead(*parts, cap)
+
+    def layer(self, index: int) -> Layer:
+        at = f"layers.{index}"
+        return Layer(
+            self.norm(f"{at}.input_norm"),
+            self.attention(index, f"{at}.attn"),
+            self.norm(f"{at}.attn_out_norm"),
+            self.norm(f"{at}.post_norm"),
+            self.feed_forward(index, f"{at}.mlp"),
+            self.norm(f"{at}.mlp_out_norm"),
+        )
+
+    def feed_forward(self, index: int, at: str) -> nn.Module:
+        """An MLP, or a mixture of experts where the layer has them."""
+        moe = self._spec.moe_of(index)
+        if moe is not None:
+            return mixture(self._spec, moe, self._own, self._table, at)
+        return GatedMLP(self.column(f"{at}.gate_up"), self.row(f"{at}.down"), ACTIVATIONS[self._spec.activation])
+
+    def attention(self, index: int, at: str) -> nn.Module:
+        spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
+        if spec.mla is not None:
+            return latent_attention(spec.mla, self._table, at, spec.scores_scale, index, rope, self._backend)
+        parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"), self._table.get(f"{at}.sinks"))
+        if spec.qk_norm == "head":
+            return NormedAttention(spec, own, *parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
+        if spec.qk_norm == "width":
+            q_norm, k_norm = (WidthNorm(self._table[f"{at}.{name}.weight"], spec.norm_eps) for name in ("q_norm", "k_norm"))
+            return WidthNormedAttention(spec, own, *parts, q_norm=q_norm, k_norm=k_norm, group=self._tp)
+        return (GroupedAttention if spec.value_scale == 1 else ScaledValueAttention)(spec, own, *parts)
+
+    def column(self, name: str) -> ColumnParallel:
+        return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
+
+    def row(self, name: str) -> RowParallel:
+        return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
+
+    def norm(self, name: str) -> nn.Module:
+        if f"{name}.weight" not in self._table:
+            return nn.Identity()
+        weight, eps, offset = self._table[f"{name}.weight"], self._spec.norm_eps, self._spec.norm_offset
+        return RMSNorm(weight, eps) if offset == 0 else OffsetRMSNorm(weight, eps, offset)
