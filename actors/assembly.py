@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from actors.config import RankConfig
+from actors.head import LaneHead, StageHead
 from actors.messages import StepPlan, StepResult
 from actors.model import attention
 from actors.model.attention import AttentionBackend
@@ -90,11 +91,14 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
     own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
-    sampler = Sampler(groups["tp"], own.vocab, spec.vocab_size, device)
+    at = mesh.coords(config.layout, config.world_rank)
+    shared = groups.get(mesh.HEAD_AXIS)
+    head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, at, config.layout.tp)
+    sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
-    place = Place.of(config.layout, mesh.coords(config.layout, config.world_rank), config.block_size)
+    place = Place.of(config.layout, at, config.block_size)
     experts = _experts(config, own, groups, decoder)
-    runner = Runner(decoder, cache, pipeline, sampler, groups["cp"], place, experts)
+    runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
     return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts)
 
 

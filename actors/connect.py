@@ -18,7 +18,7 @@ def connect(model: ModelSpec, layout: Layout, world_rank: int, device: Device, r
     token, host, timeout_s = rendezvous.token, rendezvous.hosts[world_rank], rendezvous.timeout_s
     store = join_store(token, rendezvous.hosts[0], rendezvous.store_port, timeout_s)
     groups = {}
-    for axis in mesh.talking_axes(model):
+    for axis in mesh.talking_axes(model, layout):
         members = mesh.group_of(layout, axis, world_rank)
         backend = choose_backend(device, len({rendezvous.nodes[member] for member in members}))
         groups[axis] = connect_group(backend, store, token, axis, members, world_rank, host, timeout_s)

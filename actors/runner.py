@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from actors.head import Head
 from actors.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
 from actors.model.batch import Batch
 from actors.model.decoder import Decoder
@@ -55,13 +56,15 @@ class Runner:
     `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
     samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
 
-    Of a plan a rank knows the rows of its lane only. The vocabulary is dealt over tp, so a lane samples by itself (what others
-    call ``dp_lm_head``). A lane without rows skips the layers, and answers with nothing: groups of its ranks alone are silent.
+    Of a plan a rank knows the rows of its lane only, and a lane chooses its tokens by itself; unless the head is dealt over all
+    lanes (`placement.lm_head`): then those that sample know all rows, and choose for all lanes. A lane without rows skips the
+    layers, and answers with nothing: groups of its ranks alone are silent.
     """
 
     def __init__(
         self,
         decoder: Decoder,
+        head: Head,
         cache: KVCaches,
         pipeline: Pipeline,
         sampler: Sampler,
@@ -70,10 +73,11 @@ class Runner:
         experts: ExpertKeeper | NoExperts | None = None,
     ) -> None:
         """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
-        self._decoder, self._cache, self._pipeline, self._sampler = decoder, cache, pipeline, sampler
+        self._decoder, self._head, self._cache, self._pipeline, self._sampler = decoder, head, cache, pipeline, sampler
         self._context = context or SoloGroup("cp")
         self._place = place or Place(cache.block_size)
         self._experts = experts or NoExperts()
+        self._chooses_for_all = head.is_shared and pipeline.is_last and self._context.rank == 0
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
@@ -81,9 +85,10 @@ class Runner:
         """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
         mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
+        told = plan if self._chooses_for_all else mine
         self._experts.move(plan.moves)
-        self._apply(mine)
-        result = self._run(mine, lanes)
+        self._apply(told)
+        result = self._run(told, mine.rows, lanes)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
@@ -92,25 +97,26 @@ class Runner:
         """Take every token the last stage has told; else that waits for a plan that needs one."""
         self._note(self._pipeline.hear(sys.maxsize))
 
-    def _run(self, plan: StepPlan, lanes: Lanes) -> StepResult | None:
-        if not plan.rows:
-            self._decoder.serve(lanes)
-            return StepResult(step=plan.step) if self._pipeline.is_last else None
-        wanted = [row.sequence_id for row in plan.rows if row.sample]
-        for sequence_id in wanted:
-            self._sequences[sequence_id].sampled_at = plan.step
+    def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes) -> StepResult | None:
+        """`rows`: those of the lane; `plan`: what this rank was told, with the rows whose tokens are chosen here."""
+        wanted = [row.sequence_id for row in rows if row.sample]
+        for row in plan.rows:
+            if row.sample:
+                self._sequences[row.sequence_id].sampled_at = plan.step
         self._pipeline.expect(plan.step, wanted)
-        batch = replace(self._batch(plan.rows), lanes=lanes)
-        hidden = self._forward(batch)
+        hidden, last = self._forward(rows, lanes)
         if hidden is None:
             return None
-        restored = self._restored(plan.rows, hidden)
+        restored = self._restored(rows, hidden)
         if self._context.rank > 0:
             self._note(zip(wanted, self._pipeline.tell(None, len(wanted)), strict=True))
             return None
-        sampled = self._sample(plan.rows, batch, hidden)
-        self._note(zip(wanted, self._pipeline.tell([item.token for item in sampled], len(wanted)), strict=True))
-        return StepResult(step=plan.step, sampled=sampled, prompt_logprobs=self._score(plan.rows, restored))
+        sampled = self._sample(plan.rows, hidden[self._tensor(last)])
+        self._note((item.sequence_id, item.token) for item in sampled)
+        own = set(wanted)
+        mine = [item for item in sampled if item.sequence_id in own]
+        self._pipeline.tell([item.token for item in mine], len(mine))
+        return StepResult(step=plan.step, sampled=mine, prompt_logprobs=self._score(plan.rows, rows, restored))
 
     def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
         for sequence_id, token in tokens:
@@ -180,14 +186,19 @@ class Runner:
                 slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
         return slots
 
-    def _forward(self, batch: Batch) -> Tensor | None:
-        """Hidden states `[tokens, hidden]` of the last stage; None on the others, which send theirs on."""
+    def _forward(self, rows: list[Row], lanes: Lanes) -> tuple[Tensor | None, list[int]]:
+        """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another; None
+        on the other stages, which send theirs on."""
+        if not rows:
+            none = self._decoder.serve(lanes)
+            return (none if self._pipeline.is_last else None), []
+        batch = replace(self._batch(rows), lanes=lanes)
         before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
         hidden: Tensor = self._decoder(batch, before, self._cache)
         if self._pipeline.is_last:
-            return hidden
+            return hidden, [at for row, at in zip(rows, _last_rows(batch.query_lens), strict=True) if row.sample]
         self._pipeline.send(hidden)
-        return None
+        return None, []
 
     def _restored(self, rows: list[Row], hidden: Tensor) -> Tensor:
         """`hidden` with every token of the step in plan order, where prompts are scored: joined over cp if a row is split."""
@@ -199,33 +210,42 @@ class Runner:
         sizes = [sum(len(run) for row in rows for run in self._place.spans(0, row.count, rank)) for rank in range(cp)]
         return self._context.all_gather(hidden, sizes)[self._tensor(restored_order(counts, cp))]
 
-    def _sample(self, rows: list[Row], batch: Batch, hidden: Tensor) -> list[Sampled]:
-        wanted = [(row, last) for row, last in zip(rows, _last_rows(batch.query_lens), strict=True) if row.sample]
+    def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
+        """Of all rows that want a token, lane after lane; `hidden` are those of this rank's lane."""
+        wanted = _by_lane(row for row in rows if row.sample)
         if not wanted:
             return []
-        logits = self._decoder.logits(hidden[self._tensor([last for _, last in wanted])])
-        held = [self._sequences[row.sequence_id] for row, _ in wanted]
-        choices = self._sampler.sample(logits, [SampleRow(s.sampling, s.tokens, s.prompt_length) for s in held])
+        counts = [sum(row.lane == lane for row in wanted) for lane in range(self._place.lanes)]
+        held = [self._sequences[row.sequence_id] for row in wanted]
+        rows_to_sample = [SampleRow(s.sampling, s.tokens, s.prompt_length) for s in held]
+        choices = self._sampler.sample(self._head.logits(hidden, counts), rows_to_sample)
         return [
             Sampled(sequence_id=row.sequence_id, token=choice.token, logprob=choice.logprob, error=choice.error)
-            for (row, _), choice in zip(wanted, choices, strict=True)
+            for row, choice in zip(wanted, choices, strict=True)
         ]
 
-    def _score(self, rows: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
-        """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``."""
+    def _score(self, rows: list[Row], mine: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
+        """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``.
+
+        `rows`: all that are scored here, of which `mine` have their `hidden` states on this rank, and are told by it.
+        """
+        ends = accumulate(row.count for row in mine)
+        firsts = {row.sequence_id: end - row.count for row, end in zip(mine, ends, strict=True)}
         scored = []
-        for row, last in zip(rows, _last_rows([row.count for row in rows]), strict=True):
+        for row in _by_lane(rows):
             held = self._sequences[row.sequence_id]
             top, count = held.sampling.prompt_logprobs, _scored(row, held)
             if top is None or count == 0:
                 continue
-            first = last - row.count + 1
+            first = firsts.get(row.sequence_id)
             entries = []
             for part in _parts(count, SCORED_ROWS):
-                logits = self._decoder.logits(hidden[first + part.start : first + part.stop])
+                own = hidden[:0] if first is None else hidden[first + part.start : first + part.stop]
+                counts = [len(part) if lane == row.lane else 0 for lane in range(self._place.lanes)]
                 targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]
-                entries.extend(self._sampler.score(logits, targets, top))
-            scored.append(PromptLogprobs(sequence_id=row.sequence_id, first=row.start + 1, entries=entries))
+                entries.extend(self._sampler.score(self._head.logits(own, counts), targets, top))
+            if first is not None:
+                scored.append(PromptLogprobs(sequence_id=row.sequence_id, first=row.start + 1, entries=entries))
         return scored
 
     def _tensor(self, values: list[int]) -> Tensor:
@@ -247,6 +267,10 @@ def _scored(row: Row, held: _Sequence) -> int:
 def _last_rows(counts: list[int]) -> list[int]:
     """Index of each sequence's last token, of sequences with `counts` tokens laid end to end."""
     return [end - 1 for end in accumulate(counts)]
+
+
+def _by_lane(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row.lane)
 
 
 def _parts(total: int, size: int) -> Iterator[range]:

@@ -87,7 +87,7 @@ def start_ranks(
 ) -> list[threading.Thread]:
     """One started thread per rank; each loads its weights, then runs the plans of its link until that is closed."""
     layout = config.layout
-    groups = {axis: _groups_along(layout, axis, timeout_s) for axis in mesh.talking_axes(config.spec)}
+    groups = {axis: _groups_along(layout, axis, timeout_s) for axis in mesh.talking_axes(config.spec, layout)}
     threads = []
     for rank in range(layout.world):
         own = config.model_copy(update={"world_rank": rank})

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from placement.attention_kind import AttentionKind
 from placement.collectives import Entry
 from placement.explain import Explanation, RankView, layer_parameters, shown_layer
+from placement.lm_head import is_over_stage
 from placement.memory import parameter_bytes
 from placement.mesh import AXES
 from placement.model_spec import ModelSpec
@@ -104,10 +105,19 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
         f"layers {runs_text(own.layers)}",
         *(kind.label + _heads(explained.spec, own, index) for index, kind in enumerate(explained.spec.kinds)),
         *(_columns(explained.spec, own)),
-        f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary",
+        *_vocabulary(explained, own),
         f"weights {size_text(memory.weight_bytes)}",
         f"KV {memory.kv_bytes_per_token:,} B a token",
     ]
+
+
+def _vocabulary(explained: Explanation, own: Shard) -> Iterator[str]:
+    """The same rows of embedding and head, unless the head is dealt over all lanes."""
+    if is_over_stage(explained.spec, explained.layout):
+        yield f"embedding {runs_text(own.vocab)}" if own.first_stage else "no embedding"
+        yield f"head {runs_text(own.head_vocab)}" if own.last_stage else "no head"
+    else:
+        yield f"vocabulary {runs_text(own.vocab)}" if own.first_stage or own.last_stage else "no vocabulary"
 
 
 def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:

@@ -14,6 +14,7 @@ from placement import mesh
 from placement.balance import MEASURE, Balance, balance, bubble
 from placement.collectives import Entry
 from placement.layout import Layout
+from placement.lm_head import is_over_stage
 from placement.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
 from placement.mesh import Coords
 from placement.model_spec import DType, ModelSpec
@@ -60,12 +61,13 @@ def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
     """Explain a layout that has passed `layout.check`."""
     memories = rank_memories(spec, layout, step.dtype)
     ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
-    groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec)}
+    groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec, layout)}
     return Explanation(spec, layout, step, ranks, groups, traffic(spec, layout, step), balance(spec, layout))
 
 
-def _axes(spec: ModelSpec) -> tuple[str, ...]:
-    return mesh.GROUP_AXES if spec.moe is None else (*mesh.GROUP_AXES, *mesh.MOE_GROUP_AXES)
+def _axes(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    axes = mesh.GROUP_AXES if spec.moe is None else (*mesh.GROUP_AXES, *mesh.MOE_GROUP_AXES)
+    return (*axes, mesh.HEAD_AXIS) if is_over_stage(spec, layout) else axes
 
 
 def shown_layer(spec: ModelSpec, own: Shard) -> int:
@@ -136,6 +138,7 @@ def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
         "expert_columns": [own.expert_columns.start, own.expert_columns.stop],
         "columns": [own.columns.start, own.columns.stop],
         "vocabulary": [own.vocab.start, own.vocab.stop],
+        "head_vocabulary": [own.head_vocab.start, own.head_vocab.stop],
         "weight_bytes": view.memory.weight_bytes,
         "kv_bytes_per_token": view.memory.kv_bytes_per_token,
         "hidden_tokens": view.num_hidden,

@@ -12,6 +12,7 @@ from placement.drawing import size_text
 from placement.experts import map_of
 from placement.explain import Explanation, micro_batch_counts
 from placement.layout import Layout
+from placement.lm_head import is_over_stage, spared_bytes
 from placement.memory import parameter_count
 from placement.moe_spec import MoESpec
 from placement.rules import legal_dcp
@@ -35,6 +36,9 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
     if layout.attn_dp > 1:
         ranks = _many(layout.world // layout.attn_dp, "rank")
         yield f"{layout.attn_dp} lanes of {ranks} each: a request and its KV cache are in one of them; one scheduler for all"
+    if is_over_stage(spec, layout):
+        spared = size_text(spared_bytes(spec, layout))
+        yield f"one LM head for all lanes, over {layout.attn_dp * layout.tp} ranks, each of which is spared {spared}"
     if spec.moe is not None and layout.ep > 1:
         yield _experts(spec.moe, layout)
     yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.layout import Layout
+from placement.lm_head import is_over_stage
 from placement.model_spec import ModelSpec
 
 AXES = ("pp", "attn_dp", "cp", "tp")
@@ -43,6 +44,9 @@ AXES = ("pp", "attn_dp", "cp", "tp")
 
 MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
 """Axes of the grid that the MoE layers see, outermost first."""
+
+HEAD_AXIS = "head"
+"""Joins the tp groups of all lanes, where the head is dealt over them (`placement.lm_head`)."""
 
 GROUP_AXES = (*AXES, "dcp")
 """Axes along which the ranks of every model are grouped."""
@@ -125,19 +129,24 @@ def leaders(layout: Layout) -> list[int]:
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:
-    """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only.
+    """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only; of
+    `HEAD_AXIS`, in their lane and tp rank.
 
     Groups are in axis order, and partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
     treating it as one of size 1 would turn a misspelling into missing collectives.
     """
     if axis == "dcp":
         return [row[start : start + layout.dcp] for row in groups(layout, "tp") for start in range(0, layout.tp, layout.dcp)]
+    if axis == HEAD_AXIS:
+        rows = [(pp, cp) for pp in range(layout.pp) for cp in range(layout.cp)]
+        ranks = [(lane, tp) for lane in range(layout.attn_dp) for tp in range(layout.tp)]
+        return [[world_rank(layout, Coords(pp, lane, cp, tp)) for lane, tp in ranks] for pp, cp in rows]
     if axis == "moe":
         size = layout.ep * layout.moe_tp
         return [list(range(start, start + size)) for start in range(0, layout.world, size)]
     axes = next((grid for grid in (AXES, MOE_AXES) if axis in grid), None)
     if axes is None:
-        raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES))}")
+        raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES, HEAD_AXIS))}")
     by_rest: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
         rest = tuple(index for other, index in zip(axes, _indices(layout, axes, rank), strict=True) if other != axis)
@@ -145,9 +154,10 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
     return list(by_rest.values())
 
 
-def talking_axes(model: ModelSpec) -> tuple[str, ...]:
-    """Axes along which the ranks of a model talk, and so have a group."""
-    return GROUP_AXES if model.moe is None else (*GROUP_AXES, "moe")
+def talking_axes(model: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
+    """Axes along which the ranks of a model talk, and so have a group; with a layout, those that only some layouts have too."""
+    axes = GROUP_AXES if model.moe is None else (*GROUP_AXES, "moe")
+    return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(model, layout) else axes
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:

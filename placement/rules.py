@@ -17,6 +17,7 @@ from placement.dealing import Shares
 from placement.expert_rules import EXPERT_RULES
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, Violation, text_of
+from placement.lm_head import head_can_be_dealt
 from placement.model_spec import ModelSpec
 from placement.shards import heads
 
@@ -189,6 +190,7 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     sp_has_tokens_to_split,
     dcp_groups_share_a_kv_head,
     a_style_needs_cp,
+    head_can_be_dealt,
     *EXPERT_RULES,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

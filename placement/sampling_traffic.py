@@ -18,8 +18,8 @@ _SCORE_AND_ID = 8
 """fp32 score, int32 id."""
 
 
-def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, tp: int) -> Iterator[Entry]:
-    """Every all-gather of one step's sampling, in order; `rows` are those that choose a token."""
+def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, size: int) -> Iterator[Entry]:
+    """Every all-gather of one step's sampling, in order; `rows` are those that choose a token, over `size` ranks of `axis`."""
     if not rows:
         return
     members: dict[str | int, list[Choosing]] = {}
@@ -27,9 +27,9 @@ def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, tp: int) -> 
         members.setdefault(kind_of(row.greedy, row.top_k, row.top_p, vocab_size), []).append(row)
     noisy = members.get("noisy", [])
     if any(row.min_p for row in noisy):
-        yield all_gather("sampling: best logit for min-p", "tp", tp, 4 * len(noisy))
-    yield all_gather("sampling", "tp", tp, sum(_sent(kind, alike, width) for kind, alike in members.items()))
-    yield from _logprobs([row.logprobs for row in rows if row.logprobs is not None], vocab_size, width, tp)
+        yield all_gather("sampling: best logit for min-p", axis, size, 4 * len(noisy))
+    yield all_gather("sampling", axis, size, sum(_sent(kind, alike, width) for kind, alike in members.items()))
+    yield from _logprobs([row.logprobs for row in rows if row.logprobs is not None], vocab_size, width, axis, size)
 
 
 def kind_of(greedy: bool, top_k: int, top_p: float, vocab_size: int) -> str | int:
@@ -50,9 +50,9 @@ def _sent(kind: str | int, rows: Sequence[Choosing], width: int) -> int:
     return _SCORE_AND_ID * min(max(row.top_k for row in rows), width) * len(rows)
 
 
-def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, tp: int) -> Iterator[Entry]:
+def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, axis: str, size: int) -> Iterator[Entry]:
     """The logit of each chosen token; then best logit (fp32), sum (fp64), rank (int64), and the alternatives."""
     if num_top:
         alternatives = min(max(num_top), vocab_size, width)
-        yield all_gather("logprobs: chosen logits", "tp", tp, 4 * len(num_top))
-        yield all_gather("logprobs: sums and ranks", "tp", tp, (4 + 8 + 8 + _SCORE_AND_ID * alternatives) * len(num_top))
+        yield all_gather("logprobs: chosen logits", axis, size, 4 * len(num_top))
+        yield all_gather("logprobs: sums and ranks", axis, size, (4 + 8 + 8 + _SCORE_AND_ID * alternatives) * len(num_top))

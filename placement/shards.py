@@ -29,6 +29,7 @@ from placement.expert_pieces import expert_layer
 from placement.experts import ExpertMap, map_of
 from placement.latent_pieces import head_elements, latent_attention
 from placement.layout import Layout
+from placement.lm_head import is_over_stage
 from placement.mesh import Coords, moe_coords, world_rank
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
@@ -59,13 +60,15 @@ _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds. Ranges index the whole model; `vocab` may reach past ``vocab_size`` into padding rows."""
+    """What one rank holds. Ranges index the whole model; `vocab`, of the embedding, and `head_vocab` may reach past
+    ``vocab_size`` into padding rows."""
 
     layers: range
     heads: tuple[tuple[range, range], ...]
     """(query heads, KV heads) in layers of each kind, in the order of `ModelSpec.kinds`."""
     columns: range
     vocab: range
+    head_vocab: range
     first_stage: bool
     last_stage: bool
     expert_map: ExpertMap | None = None
@@ -103,6 +106,7 @@ def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
         heads=tuple(heads(kind, layout.tp, shares)[at.tp] for kind in spec.kinds),
         columns=columns(spec, layout.tp, shares)[at.tp],
         vocab=vocabulary(spec, layout.tp, shares)[at.tp],
+        head_vocab=head_vocabulary(spec, layout)[at.attn_dp * layout.tp + at.tp],
         first_stage=at.pp == 0,
         last_stage=at.pp == layout.pp - 1,
         **_experts(spec, layout, at),
@@ -129,7 +133,8 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
     if layout.stage_layers is not None:
         return layout.stage_layers
     vocabulary_elements = spec.vocab_size * spec.hidden_size
-    return partition(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=vocabulary_elements)
+    of_head = vocabulary_elements // (layout.attn_dp if is_over_stage(spec, layout) else 1)
+    return partition(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=of_head)
 
 
 @lru_cache(maxsize=16)
@@ -148,6 +153,7 @@ def whole_model(spec: ModelSpec) -> Shard:
         heads=tuple((range(kind.num_heads), range(kind.num_kv_heads)) for kind in spec.kinds),
         columns=range(spec.intermediate_size),
         vocab=range(spec.vocab_size),
+        head_vocab=range(spec.vocab_size),
         first_stage=True,
         last_stage=True,
         **_experts(spec, Layout(), Coords(0, 0, 0, 0)),
@@ -221,10 +227,17 @@ def _leveled(spec: ModelSpec, width: int, times: int, already: list[int], shares
 
 
 def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """Vocabulary rows of each tp rank, the same for the embedding and the head. Together they cover the padded size."""
+    """Vocabulary rows of the embedding on each tp rank. Together they cover the padded size."""
     block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
     blocks = deal(-(-spec.vocab_size // block), tp, shares)
     return [range(hand.start * block, hand.stop * block) for hand in blocks]
+
+
+def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
+    """Vocabulary rows of the head on the ranks of a stage, lane after lane: those of the embedding, or dealt over all lanes."""
+    if not is_over_stage(spec, layout):
+        return vocabulary(spec, layout.tp, layout.tp_shares) * layout.attn_dp
+    return vocabulary(spec, layout.attn_dp * layout.tp, layout.tp_shares and layout.tp_shares * layout.attn_dp)
 
 
 def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
@@ -237,9 +250,9 @@ def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
     if own.last_stage:
         yield whole("norm.weight", "model.norm.weight", hidden)
         if not spec.tie_embeddings:
-            yield rows("head.weight", hidden, ("lm_head.weight", vocab, own.vocab))
+            yield rows("head.weight", hidden, ("lm_head.weight", vocab, own.head_vocab))
         elif not own.first_stage:
-            yield rows("head.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
+            yield rows("head.weight", hidden, ("model.embed_tokens.weight", vocab, own.head_vocab))
 
 
 def weight_elements(spec: ModelSpec, own: Shard) -> int:

@@ -52,7 +52,8 @@ def _with_context(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterato
 
     style = asked.cp_style if candidate.cp > 1 else "ring"
     for dcp in legal_dcp(model, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
-        yield candidate.model_copy(update={"dcp": dcp, "cp_style": style})
+        for lm_head in dict.fromkeys((asked.lm_head, "auto")):
+            yield candidate.model_copy(update={"dcp": dcp, "cp_style": style, "lm_head": lm_head})
 
 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:

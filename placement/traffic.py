@@ -15,7 +15,7 @@ Where the step is scattered (`placement.sequence_parallel`) a sum is a reduce_sc
 next layer that needs all tokens, and what arrives from the stage before needs none.
 
 A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
-on the way to experts only: every group of a dense layer lies inside one.
+on the way to experts, and in a head that is dealt over them: every group of a dense layer lies inside one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from placement.context_traffic import context
 from placement.dealing import deal
 from placement.expert_traffic import Routed, Travels, from_experts, to_experts
 from placement.layout import Layout
-from placement.mesh import Coords, coords
+from placement.lm_head import is_over_stage
+from placement.mesh import HEAD_AXIS, Coords, coords
 from placement.model_spec import DTYPE_BYTES, ModelSpec
 from placement.sampling_traffic import sampling
-from placement.shards import Shard, shard, vocabulary
+from placement.shards import Shard, head_vocabulary, shard
 from placement.step_shape import StepShape
 
 
@@ -205,14 +206,20 @@ def leaving(seat: Seat) -> Iterator[Entry]:
 
 
 def choosing(seat: Seat) -> Iterator[Entry]:
-    """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row."""
-    if seat.own.last_stage and seat.at.cp == 0:
-        rows = [row.choosing for row in seat.step.rows if row.choosing is not None]
-        widths = [
-            len(range(vocab.start, min(vocab.stop, seat.spec.vocab_size)))
-            for vocab in vocabulary(seat.spec, seat.layout.tp, seat.layout.tp_shares)
-        ]
-        yield from sampling(rows, seat.spec.vocab_size, max(widths), seat.layout.tp)
+    """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
+    dealt over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
+    if not seat.own.last_stage or seat.at.cp > 0:
+        return
+    axis, size, step = "tp", seat.layout.tp, seat.step
+    if is_over_stage(seat.spec, seat.layout):
+        axis, size, step = HEAD_AXIS, seat.layout.attn_dp * seat.layout.tp, seat.whole
+    rows = [row.choosing for row in step.rows if row.choosing is not None]
+    if rows and axis == HEAD_AXIS:
+        mine = sum(row.choosing is not None for row in seat.step.rows)
+        yield all_gather("head rows", axis, size, seat.hidden_bytes(len(deal(mine, seat.layout.tp)[seat.at.tp])))
+    ends = [min(hand.stop, seat.spec.vocab_size) for hand in head_vocabulary(seat.spec, seat.layout)]
+    widths = [len(range(hand.start, end)) for hand, end in zip(head_vocabulary(seat.spec, seat.layout), ends, strict=True)]
+    yield from sampling(rows, seat.spec.vocab_size, max(widths), axis, size)
 
 
 def telling(seat: Seat) -> Iterator[Entry]:
@@ -262,6 +269,7 @@ def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
 
 
 def _heard(region: Region, seat: Seat) -> list[Entry]:
-    """The entries of a region that anybody else hears of. A lane without rows only runs its experts for the others."""
+    """The entries of a region that anybody else hears of. A lane without rows only runs its experts, and its part of
+    the head, for the others."""
     said = [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]
-    return said if seat.step.rows else [entry for entry in said if entry.axis == "moe"]
+    return said if seat.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]

@@ -28,6 +28,7 @@ def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
         "cp": cp,
         "dcp": draw.choice((1, 1, 2, 3)),
         "sp": draw.random() < 0.3,
+        "lm_head": draw.choice(("auto", "stage")) if lanes > 1 else "auto",
     }
     if cp > 1:
         fields["cp_style"] = draw.choice(("ring", "allgather"))

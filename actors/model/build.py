@@ -57,7 +57,7 @@ class Builder:
     def head(self) -> VocabularyHead:
         """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
-        parts = (weight, self._own.vocab, self._spec.vocab_size)
+        parts = (weight, self._own.head_vocab, self._spec.vocab_size)
         cap = self._spec.logit_softcap
         return VocabularyHead(*parts) if cap is None else CappedHead(*parts, cap)
 

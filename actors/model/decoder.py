@@ -82,11 +82,12 @@ class Decoder(nn.Module):
         return self._leave(hidden, region)
 
     @torch.inference_mode()
-    def serve(self, lanes: Lanes) -> None:
-        """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none."""
+    def serve(self, lanes: Lanes) -> Tensor:
+        """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none: [0, hidden]."""
         exchange = self.exchanges.of(lanes)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
+        return self._none
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def _compare_hidden(found: Distance, measure: Measure, rank: int, layer: int, ke
 
 def _compare_logits(found: Distance, measure: Measure, rank: int, own: Shard, keys: Sequence[Key], values: Tensor) -> None:
     vocab = measure.logits.shape[1]
-    real = max(0, min(own.vocab.stop, vocab) - own.vocab.start)
-    expected = measure.logits[measure.rows(keys), own.vocab.start : own.vocab.start + real]
+    real = max(0, min(own.head_vocab.stop, vocab) - own.head_vocab.start)
+    expected = measure.logits[measure.rows(keys), own.head_vocab.start : own.head_vocab.start + real]
     if real:
         found.logits = max(found.logits, float((values[:, :real] - expected).abs().nan_to_num(torch.inf).max()))
     if not torch.isneginf(values[:, real:]).all():
@@ -129,7 +129,7 @@ class _Coverage:
     def saw_logits(self, own: Shard, keys: Sequence[Key]) -> None:
         for key in keys:
             if key in self._vocab:
-                self._vocab[key].add(own.vocab)
+                self._vocab[key].add(own.head_vocab)
 
     def missing(self) -> list[str]:
         faults = []

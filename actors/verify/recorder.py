@@ -47,11 +47,13 @@ class Recorder:
         self._scored: dict[int, tuple[SamplingParams, int]] = {}
         self._rows: Sequence[Row] = ()
         self._lane = 0
+        self._is_shared = False
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """The parts, watched. `stepped` is called after each step."""
         decoder = parts.decoder
         self._lane = mesh.coords(parts.config.layout, parts.config.world_rank).attn_dp
+        self._is_shared = mesh.HEAD_AXIS in parts.groups
         decoder.register_forward_pre_hook(self._before)
         if parts.own.first_stage:
             decoder.embed.register_forward_hook(partial(self._layer, EMBEDDING))
@@ -67,10 +69,11 @@ class Recorder:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins. Called by the watched runner."""
-        plan = plan.of_lane(self._lane)
+        mine = plan.of_lane(self._lane)
+        plan = plan if self._is_shared else mine
         self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
-        self._rows = plan.rows
-        self._heads = self._head_calls(plan.rows)
+        self._rows = mine.rows
+        self._heads = self._head_calls(sorted(plan.rows, key=lambda row: row.lane))
         self.steps.append(StepRecord(plan.step))
 
     def _before(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -33,7 +33,7 @@ def workers() -> Iterator[Workers]:
         ("deepseek_v2_moe", "attn_dp=2,tp=2,ep=4,dispatch=a2a"),
         ("deepseek_v3_moe", "cp=2,tp=2,dcp=2,ep=4"),
         ("qwen3_moe", "attn_dp=4,ep=4"),
-        ("mixtral", "attn_dp=2,tp=2,ep=2,dispatch=a2a"),
+        ("mixtral", "attn_dp=2,tp=2,ep=2,dispatch=a2a,lm_head=stage"),
         ("glm4_moe", "attn_dp=2,ep=2,redundant_experts=3,dispatch=a2a"),
         ("qwen2_moe", "tp=3,ep=3,redundant_experts=4"),
         ("gpt_oss", "attn_dp=3,ep=3,dispatch=gather"),

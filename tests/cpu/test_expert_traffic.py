@@ -35,6 +35,8 @@ LAYOUTS = [
     ("glm4_moe", "attn_dp=4,ep=4,redundant_experts=3"),
     ("qwen3_moe", "attn_dp=3,tp=2,sp=true,moe_dp=3,ep=2,pp=2"),
     ("mixtral", "attn_dp=2,cp=2,ep=2,moe_tp=2"),
+    ("qwen2_moe", "attn_dp=3,tp=2,ep=6,lm_head=stage"),
+    ("glm4_moe", "attn_dp=2,cp=2,tp=2,pp=2,ep=4,lm_head=stage"),
 ]
 STEPS = [
     (RowShape(9), RowShape(11, choosing=None)),
@@ -116,4 +118,4 @@ def expected(model: TinyModel, layout: Layout, rank: int, shapes: list[tuple[Row
         layers = Travels(model.spec, layout, at, shard(model.spec, layout, at), step).num_calls
         entries += rank_traffic(model.spec, layout, rank, step, [routed.pop(0) for _ in range(layers)] if routed else None)
     assert routed == []
-    return {axis: counters(entries, axis) for axis in talking_axes(model.spec) if len(groups(layout, axis)[0]) > 1}
+    return {axis: counters(entries, axis) for axis in talking_axes(model.spec, layout) if len(groups(layout, axis)[0]) > 1}

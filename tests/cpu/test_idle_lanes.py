@@ -18,6 +18,7 @@ LAYOUTS = [
     "attn_dp=2,ep=2,pp=2",
     "attn_dp=2,tp=2,ep=2,redundant_experts=3,dispatch=a2a",
     "attn_dp=2,tp=2,ep=4,pp=2",
+    "attn_dp=2,tp=2,ep=2,pp=2,lm_head=stage",
 ]
 CONFIG = EngineConfig(block_size=4, num_blocks=60, max_model_len=160, max_batch_tokens=32, max_sequences=8)
 

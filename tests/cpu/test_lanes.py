@@ -81,7 +81,10 @@ def test_a_lane_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.Monk
     assert verify(tiny("llama2"), "tp=2", [19, 9], kinds=["decode"]).verdict == "rounding"
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama3", "attn_dp=4"), ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama3", "attn_dp=4"), ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), ("llama3", "attn_dp=4,lm_head=stage")],
+)
 def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank(family: str, layout: str) -> None:
     model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
     aborted = {request.request_id for request in random.Random(9).sample(work, 60)}

@@ -33,6 +33,7 @@ LAYOUTS = [
     *("tp=2,sp=true", "tp=3,pp=2,sp=true"),
     *("cp=2", "cp=3,cp_style=allgather", "cp=2,pp=2", "tp=4,dcp=2", "cp=2,tp=4,dcp=2", "cp=2,tp=2,sp=true"),
     *("attn_dp=2,tp=2", "attn_dp=2,tp=3,pp=2", "attn_dp=2,cp=2", "attn_dp=3,tp=2,sp=true"),
+    *("attn_dp=2,tp=2,lm_head=stage", "attn_dp=3,cp=2,tp=2,sp=true,lm_head=stage", "attn_dp=2,pp=2,lm_head=stage"),
 ]
 """The tiny models have 6 query heads in 2 KV groups, 4 layers and 101 tokens: nothing divides."""
 
@@ -85,7 +86,7 @@ def difference(groups: Mapping[str, Group], before: Counted) -> Counted:
 
 
 def expected(model: TinyModel, layout: Layout, steps: list[StepShape]) -> list[Counted]:
-    axes = [axis for axis in talking_axes(model.spec) if len(groups(layout, axis)[0]) > 1]
+    axes = [axis for axis in talking_axes(model.spec, layout) if len(groups(layout, axis)[0]) > 1]
     entries = [
         [entry for step in steps for entry in rank_traffic(model.spec, layout, rank, step)] for rank in range(layout.world)
     ]
@@ -194,7 +195,9 @@ def layout_text(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("layout_text", ["tp=2", "tp=3", "tp=5", "tp=3,pp=2", "tp=3,tp_shares=1/9/1"], indirect=True)
+@pytest.mark.parametrize(
+    "layout_text", ["tp=2", "tp=3", "tp=5", "tp=3,pp=2", "tp=3,tp_shares=1/9/1", "attn_dp=2,tp=2,lm_head=stage"], indirect=True
+)
 def test_every_way_of_choosing_is_counted_alone_and_together(layout_text: str) -> None:
     model, layout = tiny("llama2"), Layout.parse(layout_text)
     names = list(KINDS)

@@ -32,7 +32,7 @@ WITH_EXPERTS = [
     ("glm4_moe", "attn_dp=2,tp=2,ep=4,dispatch=a2a"),
     ("deepseek_v3_moe", "attn_dp=2,pp=2,ep=2,redundant_experts=3,dispatch=a2a"),
     ("gpt_oss", "cp=2,tp=2,ep=2"),
-    ("mixtral", "attn_dp=2,tp=2,moe_dp=2,ep=2"),
+    ("mixtral", "attn_dp=2,tp=2,moe_dp=2,ep=2,lm_head=stage"),
     ("deepseek_v2_moe", "tp=2,ep=2,replicas=2,dispatch=gather"),
 ]
 PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
