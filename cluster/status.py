@@ -8,7 +8,11 @@ import ray
 from pydantic import BaseModel, ConfigDict
 
 from actors.config import RankReport
+from cluster.discover import discover
 from cluster.launch import rank_reports
+from cluster.settings import ReplicaSettings
+from placement.crossings import crossing_lines, link_loads
+from placement.step_shape import StepShape
 
 
 class RankSeat(BaseModel):
@@ -73,6 +77,25 @@ def cluster_state(details: dict[str, Any], name: str, node_names: dict[str, str]
             _deployment(each, reports, node_names) for each in sorted(application["deployments"].values(), key=_by_name)
         ),
     )
+
+
+def slow_crossings(settings: ReplicaSettings) -> list[str]:
+    """What the replicas on the connected cluster send over slow links in a decode step of one token for each lane, by where
+    their ranks really are; alike replicas once."""
+    cluster = discover(settings.device)
+    if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
+        return []
+    ids = [node.id for node in cluster.nodes]
+    homes: dict[str, dict[int, int]] = {}
+    for name, report in rank_reports().items():
+        if report.place.node_id in ids:
+            replica = name.rpartition("-rank-")[0]
+            homes.setdefault(replica, {})[report.place.world_rank] = ids.index(report.place.node_id)
+    layout = settings.layout
+    step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, lanes=layout.attn_dp)
+    whole = [[home[rank] for rank in range(layout.world)] for home in homes.values() if len(home) == layout.world]
+    loads = [link_loads(settings.spec, layout, step, cluster, ranks) for ranks in whole]
+    return list(dict.fromkeys(line for each in loads for line in crossing_lines(cluster, each, only_slow=True)))
 
 
 def serve_details() -> dict[str, Any]:

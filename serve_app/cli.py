@@ -103,12 +103,21 @@ def explain(
         str | None, typer.Option(help="With --decode: what a prefill pool of this layout hands to a decode pool.")
     ] = None,
     decode: Annotated[str | None, typer.Option(help="Layout of the decode pool; --context is the prompt's length.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A file of `shardwright cluster --json`: who sits where on it.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what LAYOUT means for MODEL: who holds what, who talks to whom, bytes and memory. Reads the header only."""
     from serve_app.explain_command import ExplainArgs, run_explain
 
-    fields = {"model": model, "layout": layout, "tokens": tokens, "batch": batch, "context": context, "dtype": dtype}
+    fields = {
+        "model": model,
+        "layout": layout,
+        "tokens": tokens,
+        "batch": batch,
+        "context": context,
+        "dtype": dtype,
+        "cluster": cluster,
+    }
     pools = {"prefill": prefill, "decode": decode}
     run_explain(ExplainArgs.model_validate({**fields, **pools}), as_json)
 

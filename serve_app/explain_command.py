@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import typer
@@ -17,9 +18,11 @@ from placement import checkpoint_header
 from placement.explain import as_json, explain
 from placement.explain_text import as_text
 from placement.handoff_text import explain_handoff, handoff_json, handoff_text
+from placement.hardware import ClusterSpec
 from placement.layout import Layout, LayoutError, Violation
 from placement.model_spec import DType, ModelSpec
 from placement.safetensors_file import AbsentWeights
+from placement.seating_text import seating_json, seating_lines
 from placement.step_shape import StepShape
 from serve_app.catalog import resolve
 
@@ -41,6 +44,8 @@ class ExplainArgs(BaseModel):
     batch: int = Field(default=1, ge=1)
     context: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cluster: str | None = None
+    """A file with a cluster as ``shardwright cluster --json`` tells it."""
     prefill: str | None = None
     decode: str | None = None
 
@@ -58,15 +63,36 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
     spec = checkpoint_header.read(files.path)
     with suppress(AbsentWeights):
         checkpoint_header.check_tensors(files.path, spec)
+    cluster = _cluster(args)
     for asked in pools or [layout]:
-        violations = asked.check(spec)
+        violations = asked.check(spec, cluster)
         if violations:
             _refuse(asked, violations, as_json_text)
     if pools:
         _explain_handoff(args, pools, spec, files.name, as_json_text)
         return
-    explained = explain(spec, layout, _step(args, spec.dtype, layout.attn_dp))
-    typer.echo(json.dumps(as_json(explained, files.name)) if as_json_text else as_text(explained, files.name))
+    step = _step(args, spec.dtype, layout.attn_dp)
+    explained = explain(spec, layout, step)
+    if as_json_text:
+        seats = {} if cluster is None else {"seats": seating_json(spec, layout, step, cluster)}
+        typer.echo(json.dumps(as_json(explained, files.name) | seats))
+        return
+    typer.echo(as_text(explained, files.name))
+    if cluster is not None:
+        typer.echo("\n" + "\n".join(seating_lines(spec, layout, step, cluster)))
+
+
+def _cluster(args: ExplainArgs) -> ClusterSpec | None:
+    """The cluster in the file. Raises `LayoutError` where it holds none."""
+    if args.cluster is None:
+        return None
+    if args.prefill is not None or args.decode is not None:
+        raise LayoutError("--cluster is for one layout: a hand-off between two pools is not placed yet")
+    try:
+        return ClusterSpec.model_validate_json(Path(args.cluster).read_text())
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise LayoutError(f"--cluster {args.cluster} is not what `shardwright cluster --json` writes: {first}") from error
 
 
 def _pools(args: ExplainArgs) -> list[Layout]:

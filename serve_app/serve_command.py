@@ -61,7 +61,9 @@ def run_server(
     """
     _set_logs(json_logs)
     settings, texts = _preflight(args, address, shape)
-    port = _free_port(host, port)
+    joins = shape is None and (address or local.configured_address()) is not None
+    if not joins or port == 0:  # on a cluster of its own, the port may be held by its Serve, which takes the application
+        port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
     with _told(stop):
@@ -197,11 +199,18 @@ def _reachable(host: str) -> str:
 
 
 def _ready(args: ServeArgs, settings: ReplicaSettings, url: str, address: str, texts: TextFiles) -> None:
+    from ray.exceptions import RayError
+
+    from cluster.status import slow_crossings
+
     print(f"\nShardwright is ready: {args.model} as {settings.layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
     if settings.max_model_len < usual:
         print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
     path, body = _example(texts)
+    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+        for line in slow_crossings(settings):
+            print(f"  {line}\n")
     print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)
 
 
