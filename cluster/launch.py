@@ -121,6 +121,7 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
             num_cpus=1,
             num_gpus=1 if settings.device == "cuda" else 0,
             max_restarts=0,
+            runtime_env={"env_vars": settings.environment} if settings.environment else None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=seats.group, placement_group_bundle_index=seats.bundle_of_rank[rank]
             ),

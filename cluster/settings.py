@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +18,19 @@ DEFAULT_CONTEXT = 8192
 DEFAULT_KV_BYTES = 2**30
 """KV cache of a CPU rank unless asked otherwise. Pages are touched only when used."""
 
+SHARED_VARIABLES = (
+    *("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_NET_GDR_LEVEL"),
+    *("TORCH_NCCL_DUMP_ON_TIMEOUT", "HF_HUB_OFFLINE"),
+)
+"""Variables of the shell that a deployment is made from which ranks on every node take over. Others stay with their node: names
+of interfaces and addresses differ between nodes, and secrets are nobody else's."""
+
 Positive = Annotated[int, Field(ge=1)]
+
+
+def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What ranks everywhere take over of an environment."""
+    return {name: environment[name] for name in SHARED_VARIABLES if name in environment}
 
 
 class ReplicaSettings(BaseModel):
@@ -41,6 +54,8 @@ class ReplicaSettings(BaseModel):
     rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Both: see `Balancing`."""
+    environment: dict[str, str] = {}
+    """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
     deployment: str = ""
     """Names this deployment of the replicas: those that come later know that there were seats for them."""
     nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0

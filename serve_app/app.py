@@ -7,8 +7,10 @@ Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and S
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
+from collections import Counter
 from typing import Any
 
 import ray
@@ -22,8 +24,9 @@ from cluster import topology
 from cluster.discover import best_device, discover
 from cluster.replica import Replica
 from cluster.seats import NODE_ID
-from cluster.settings import ReplicaSettings
+from cluster.settings import ReplicaSettings, shared_variables
 from placement import checkpoint_header
+from placement.seating import seat_all
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.names import ENGINE, INGRESS
@@ -93,6 +96,7 @@ def application(args: ServeArgs) -> Application:
         EngineReplica,
         name=ENGINE,
         num_replicas=settings.layout.replicas,
+        max_replicas_per_node=_most_a_node(settings) if known else None,  # type: ignore[arg-type]
         max_ongoing_requests=_ONGOING,
         ray_actor_options=_beside_ranks(settings) if known else {"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
@@ -117,7 +121,9 @@ def application(args: ServeArgs) -> Application:
 
 def _settled(args: ServeArgs) -> ReplicaSettings:
     """Settings that do not change when a node comes or goes later, for one deployment."""
-    return settings_in_cluster(args).model_copy(update={"deployment": secrets.token_hex(8)})
+    return settings_in_cluster(args).model_copy(
+        update={"deployment": secrets.token_hex(8), "environment": shared_variables(os.environ)}
+    )
 
 
 def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:
@@ -125,6 +131,12 @@ def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:
     without = topology.slotless(ray.nodes(), settings.device)
     others = settings.nodes_wait_s or len(without) < sum(node["Alive"] for node in ray.nodes())
     return {"num_cpus": 0} | ({"label_selector": {NODE_ID: f"!in({', '.join(without)})"}} if without and others else {})
+
+
+def _most_a_node(settings: ReplicaSettings) -> int | None:
+    """Engines a node gets at most: as many as replicas have their first ranks on one, so that both live together."""
+    seatings = seat_all(settings.layout, settings.spec, discover(settings.device))
+    return max(Counter(seating.nodes[0] for seating in seatings).values()) if seatings else None
 
 
 def _entrance(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
