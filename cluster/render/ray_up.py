@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cluster.render.serve_file import Deployment
-from cluster.render.start_commands import head_command, worker_command
+from cluster.render.start_commands import OWN_MACHINES, head_command, worker_command
 
 Provider = Literal["local", "aws", "gcp"]
 
@@ -44,7 +44,7 @@ def local_cluster(
         "max_workers": len(workers),
         "idle_timeout_minutes": 60 * 24,
         **_common(deployment, setup),
-        "head_start_ray_commands": ["ray stop", head_command(machine)],
+        "head_start_ray_commands": ["ray stop", head_command(machine, OWN_MACHINES)],
         "worker_start_ray_commands": ["ray stop", worker_command(machine)],
     }
 

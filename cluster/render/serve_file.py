@@ -51,6 +51,11 @@ def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]
     ingress: dict[str, Any] = {"name": deployment.ingress, "num_replicas": 1}
     if not entrance_on_head:
         ingress = {"name": deployment.ingress, "num_replicas": deployment.fleet.machines, "max_replicas_per_node": 1}
+    engine = {
+        "name": deployment.engine,
+        "num_replicas": deployment.layout.replicas,
+        "max_replicas_per_node": deployment.fleet.replicas_a_group,
+    }
     return {
         "proxy_location": "HeadOnly" if entrance_on_head else "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
@@ -60,7 +65,7 @@ def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]
                 "route_prefix": "/",
                 "import_path": deployment.import_path,
                 "args": arguments,
-                "deployments": [ingress, {"name": deployment.engine, "num_replicas": deployment.layout.replicas}],
+                "deployments": [ingress, engine],
             }
         ],
     }

@@ -8,6 +8,8 @@ Every port that another machine must reach is stated, for firewalls::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from placement.fleet import Machine
 
 HEAD_PORT = 6379
@@ -31,10 +33,16 @@ HEAD_ENVIRONMENT = {
 }
 
 
-def head_command(machine: Machine, auth: str = "token") -> str:
-    """The head does no model work: it has no slots."""
+OWN_MACHINES = {
+    # The newer autoscaler counts the head among the workers of machines given by address: the last one would never start.
+    "RAY_enable_autoscaler_v2": "0",
+}
+
+
+def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str:
+    """The head does no model work: it has no slots. `more`: further variables of its environment."""
     settings = [
-        *(f"{name}={value}" for name, value in {**ENVIRONMENT, **HEAD_ENVIRONMENT, "RAY_AUTH_MODE": auth}.items()),
+        *(f"{name}={value}" for name, value in {**ENVIRONMENT, **HEAD_ENVIRONMENT, **(more or {})}.items()),
         "ray start --head",
         f"--port={HEAD_PORT}",
         "--num-cpus=0",
@@ -47,13 +55,13 @@ def head_command(machine: Machine, auth: str = "token") -> str:
     return f"ulimit -n 65536; {' '.join(settings)}"
 
 
-def worker_command(machine: Machine, auth: str = "token") -> str:
+def worker_command(machine: Machine) -> str:
     """A machine for ranks, with its slots and its own labels."""
     resources = [f"--num-cpus={machine.slots}", "--num-gpus=0"]
     if machine.kind == "cuda":
         resources = [f"--num-cpus={max(machine.cpus, machine.slots)}", f"--num-gpus={machine.slots}"]
     settings = [
-        *(f"{name}={value}" for name, value in {**ENVIRONMENT, "RAY_AUTH_MODE": auth}.items()),
+        *(f"{name}={value}" for name, value in ENVIRONMENT.items()),
         f"ray start --address=$RAY_HEAD_IP:{HEAD_PORT}",
         *resources,
         f"--object-store-memory={machine.object_store_bytes}",

@@ -280,6 +280,7 @@ def check_ray_up(config: dict[str, Any]) -> None:
     head = " ".join(config["head_start_ray_commands"])
     assert "--num-cpus=0" in head
     if config["provider"]["type"] == "local":
+        assert "RAY_enable_autoscaler_v2=0" in head, "it counts the head among the workers"
         assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
         return
     types = config["available_node_types"]
