@@ -1,0 +1,97 @@
+"""`ray up` for real against three hosts over ssh, then serve, chat, and down; and a host whose link is cut while it serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.hosts.box import need_hosts
+from tests.hosts.up_cluster import UpCluster, healthy, slots, up_cluster, wait_until
+from tests.ray.streaming import Stream, body
+from tests.tiny_models import tiny
+
+pytestmark = pytest.mark.timeout(600)
+
+STREAMS = 32
+LONG = 30_000
+LOST_S = 15
+BACK_S = 240
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[UpCluster]:
+    need_hosts()
+    with up_cluster(2, "tp=2,pp=2") as made:
+        yield made
+
+
+def test_a_chat_with_stages_on_two_hosts(cluster: UpCluster) -> None:
+    with cluster.serving("smollm2-135m", "--layout", "tp=2,pp=2"):
+        question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+        answer = httpx.post(f"{cluster.url}/v1/chat/completions", json={**question, "max_tokens": 16}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+        [replica] = replicas(cluster)
+        nodes = [rank["node"] for rank in replica["ranks"]]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert set(nodes) == {host.address for host in cluster.workers}, "the head does no model work"
+        assert replica["node"] == nodes[0], "an engine lives with its first stage"
+
+
+def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) -> None:
+    model = str(tiny("llama3", max_position_embeddings=2**16).folder)
+    options = ["--layout", "tp=2,replicas=2", "--dtype", "float32", "--max-model-len", "40000"]
+    with cluster.serving(model, *options, "--kv-bytes", "1GiB"):
+        before = {replica["id"]: replica["node"] for replica in replicas(cluster)}
+        assert sorted(before.values()) == [host.address for host in cluster.workers], "one replica on each"
+        streams = [Stream(cluster.url, body([index, 8], LONG)).wait_for(1) for index in range(STREAMS)]
+        victim = cluster.workers[1]
+        victim.cut()
+        cut_at = time.monotonic()
+        wait_until(lambda: sum(stream.ended for stream in streams) == STREAMS // 2, LOST_S, lambda: ended(streams))
+        lost_after = time.monotonic() - cut_at
+        counts = {stream: len(stream.data) for stream in streams if not stream.ended}
+        lost = [stream for stream in streams if stream.ended]
+        for stream in lost:
+            errors = [chunk for chunk in stream.finish().chunks if "error" in chunk]
+            assert len(errors) == 1
+            assert errors == stream.chunks[-1:]
+        wait_until(lambda: all(len(each.data) > count for each, count in counts.items()), 30, lambda: ended(streams))
+        assert not any(stream.ended for stream in counts), "the other host's streams go on"
+        assert healthy(cluster.url)
+        for stream in counts:
+            stream.leave()
+        print(f"lost streams ended {lost_after:.1f} s after the cut")
+        victim.mend()
+        wait_until(lambda: slots(cluster) == 4, BACK_S, lambda: f"{slots(cluster)} slots")
+        wait_until(lambda: both_run(cluster), BACK_S, lambda: json.dumps(replicas(cluster)))
+        assert sorted(replica["node"] for replica in replicas(cluster)) == sorted(before.values())
+
+
+def test_down_ends_the_head(cluster: UpCluster) -> None:
+    """The last of this file: nothing is left of the cluster but workers, which end when they find no head."""
+    cluster.down()
+    assert cluster.made.run(cluster.head, "pgrep -c 'gcs_server|raylet' || true").strip() == "0"
+
+
+def replicas(cluster: UpCluster) -> list[dict[str, Any]]:
+    """The engine's replicas, of ``shardwright status --json``."""
+    told = cluster.made.run(
+        cluster.head, f"RAY_AUTH_MODE=token shardwright status --json --address {cluster.ray_address} || true"
+    )
+    deployments = json.loads(told)["deployments"]
+    found: list[dict[str, Any]] = next(each for each in deployments if each["name"] == "Engine")["replicas"]
+    return found
+
+
+def both_run(cluster: UpCluster) -> bool:
+    return [(each["state"], len(each["ranks"])) for each in replicas(cluster)] == [("RUNNING", 2)] * 2
+
+
+def ended(streams: list[Stream]) -> str:
+    return f"{sum(stream.ended for stream in streams)} of {len(streams)} streams have ended"
