@@ -30,7 +30,7 @@ def balancing(**changes: object) -> Balancing:
 
 
 def report(rank: int, step: int = 0) -> ExpertReport:
-    """What rank 0, with experts 0 and 1, and rank 1, with 2 and 3, tell of `LOADS`."""
+    """What rank 0, with experts 0 and 1, and rank 1, with 2 and 3, tell of `LOADS`, after four steps."""
     own = range(2 * rank, 2 * rank + 2)
     layers = [
         LayerReport(
@@ -41,7 +41,7 @@ def report(rank: int, step: int = 0) -> ExpertReport:
         )
         for layer in LAYERS
     ]
-    return ExpertReport(world_rank=rank, step=step, layers=layers, sent_bytes=700 + rank, moved_bytes=0, move_s=0.0)
+    return ExpertReport(world_rank=rank, step=step, steps=4, layers=layers, sent_bytes=700 + rank, moved_bytes=0, move_s=0.0)
 
 
 def moves_of(balancer: ExpertBalancer, plans: int, until: int | None = None) -> list[list[ExpertMove]]:
