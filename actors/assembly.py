@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -35,8 +36,11 @@ from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
+from actors.transfer.courier import Courier, NoCourier
+from actors.transfer.nixl_transport import NixlTransport, nixl_version
 from placement import mesh, sequence_parallel, shards
 from placement.context import Place
+from placement.model_digest import model_digest
 from placement.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,6 +69,7 @@ class Parts:
     pipeline: Pipeline
     runner: StepRunner
     experts: ExpertKeeper | NoExperts
+    courier: Courier | NoCourier
 
 
 def own_shard(config: RankConfig) -> Shard:
@@ -99,7 +104,15 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     place = Place.of(config.layout, at, config.block_size)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, _courier(config, cache))
+
+
+def _courier(config: RankConfig, cache: KVCaches) -> Courier | NoCourier:
+    if not config.in_pool:
+        return NoCourier()
+    transport = NixlTransport(f"rank{config.world_rank}")
+    digest = model_digest(config.spec, Path(config.model_path))
+    return Courier.of(config, cache, transport, f"nixl {nixl_version()}", digest)
 
 
 def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertKeeper | NoExperts:

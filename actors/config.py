@@ -24,6 +24,8 @@ class RankConfig(BaseModel):
     device: Device
     dtype: DType
     block_size: int
+    in_pool: bool = False
+    """Whether it hands KV over to ranks of other replicas or takes it from them."""
     threads: int | None = None
     """CPU threads of the maths in this rank; None shares the node's cores evenly."""
 

@@ -3,6 +3,8 @@
     ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank
     ingress ←─── TokenEvents ───── engine ←─ StepResult ─ the leader of each lane (joined: `actors.engine.joining`)
                                    engine ←─ ExpertReport ─ every rank with experts, where a plan asks for it
+                                   engine ←─── KVReport ─── every rank of a pool, when a hand-off has come further
+    decode engine ── KVTicket ──→ ingress ── GenerateRequest with it ──→ prefill engine
 
 Tokens inside, text at the edge: nothing here is a string of the conversation.
 """
@@ -14,7 +16,8 @@ from typing import Literal, Self
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "handoff"]
+"""``handoff``: what a prefill pool was to do is done; its last event goes to the decode pool, never to an ingress."""
 
 
 class Message(BaseModel):
@@ -57,6 +60,40 @@ class SamplingParams(Message):
     """Tokens that end the request (the model's end tokens included, unless the caller ignores them)."""
 
 
+class KVReader(Message):
+    """Where a rank wants its part of a hand-off: who it is, and a run of its staging buffer (the first byte of it), or, at
+    None, the pages themselves."""
+
+    world_rank: int
+    greeting: bytes
+    staged_at: int | None = None
+
+
+class KVTicket(Message):
+    """Blocks that a decode pool has reserved for a prompt, and all that a prefill pool must know to fill them.
+
+    Positions ``[first, tokens)`` are wanted: those before are on the decode side already. `ticket_id` is also the id under which
+    the prefill pool runs the request.
+    """
+
+    ticket_id: str
+    layout: str
+    """Of the decode side, as text."""
+    page_tokens: int
+    lane: int
+    blocks: list[int]
+    """Pages of the sequence there, as `Row.new_blocks` has them."""
+    first: int
+    tokens: int
+    rope_length: int
+    readers: list[KVReader]
+    """One for each rank of the lane."""
+    lease_s: float
+    """Seconds from now in which a write may begin. The blocks are given to others some time after them, whatever happens."""
+    reply_to: bytes = b""
+    """Where the prefill pool's events go: a packed `actors.engine.token_stream.ReplyTo`."""
+
+
 class GenerateRequest(Message):
     """One sequence to continue. The prompt may hold tokens that were already sent to the client (a replay)."""
 
@@ -73,6 +110,10 @@ class GenerateRequest(Message):
     """Prefix-cache blocks are shared only between requests with the same salt."""
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with finish reason ``deadline``."""
+    reserves: bool = False
+    """Ask a decode pool for a ticket first. It gives none where the prompt is short, or mostly in its cache."""
+    ticket: KVTicket | None = None
+    """Ask a prefill pool to run the prompt, sample one token, and hand both to who gave the ticket."""
 
 
 class TokenLogprob(Message):
@@ -103,11 +144,13 @@ class TokenEvent(Message):
     """On the only event of a request that was never accepted: the code of the refusal, explained by `error`."""
     refused_by: str | None = None
     """Name of the replica that refused; another may accept."""
+    ticket: KVTicket | None = None
+    """Blocks are reserved: a prefill pool may have the request."""
 
     @property
     def is_empty(self) -> bool:
         """Whether this event only says that a replica has the request."""
-        return not (self.tokens or self.finish or self.prompt_logprobs)
+        return not (self.tokens or self.finish or self.prompt_logprobs or self.ticket)
 
 
 class TokenEvents(Message):
@@ -165,8 +208,27 @@ class ExpertMove(Message):
     transfers: list[tuple[int, int]]
 
 
+class KVExpect(Message):
+    """Be ready for positions ``[first, tokens)`` of a sequence in `blocks`, which are its whole table."""
+
+    ticket_id: str
+    lane: int
+    blocks: list[int]
+    first: int
+    tokens: int
+
+
+class KVSend(Message):
+    """Send what `ticket` asks for of a sequence, as soon as it is computed; begin no write after `lease_s` seconds."""
+
+    ticket: KVTicket
+    lane: int
+    sequence_id: int
+    lease_s: float
+
+
 class StepPlan(Message):
-    """What every rank does next. Applied in this order: `moves`, `ended`, `started`, `rows`."""
+    """What every rank does next. Applied in this order: `forgets`, `expects`, `sends`, `moves`, `ended`, `started`, `rows`."""
 
     step: int
     moves: list[ExpertMove] = Field(default_factory=list)
@@ -177,6 +239,10 @@ class StepPlan(Message):
     ended: list[int] = Field(default_factory=list)
     """Sequences to forget (finished, cancelled or preempted)."""
     started: list[SequenceStart] = Field(default_factory=list)
+    expects: list[KVExpect] = Field(default_factory=list)
+    sends: list[KVSend] = Field(default_factory=list)
+    forgets: list[str] = Field(default_factory=list)
+    """Tickets given up: nothing more is sent, or expected, for them."""
     rows: list[Row]
 
     def new_lens(self, lanes: int) -> list[list[int]]:
@@ -187,6 +253,11 @@ class StepPlan(Message):
         """What concerns the ranks of one lane. Ended sequences are named to all: names are unique across lanes."""
         started = [start for start in self.started if start.lane == lane]
         return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.lane == lane]})
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it holds anything that ranks must hear of now."""
+        return bool(self.rows or self.expects or self.forgets)
 
 
 class LayerReport(Message):
@@ -211,6 +282,28 @@ class ExpertReport(Message):
     moved_bytes: int
     """Of experts that went to other ranks."""
     move_s: float
+
+
+class KVSent(Message):
+    """A rank writes no more for a ticket. Seconds: in which writes were under way, and of those, after the last chunk."""
+
+    ticket_id: str
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    error: str | None = None
+    """Why not all was sent."""
+
+
+class KVReport(Message):
+    """How far the hand-offs of a rank have come since its last report."""
+
+    world_rank: int
+    opened: dict[str, KVReader] = Field(default_factory=dict)
+    """By ticket: ready for its bytes."""
+    arrived: list[str] = Field(default_factory=list)
+    """Tickets of which every byte is in its page."""
+    sent: list[KVSent] = Field(default_factory=list)
 
 
 class Sampled(Message):

@@ -1,4 +1,7 @@
-"""A rank's step loop: plans in, results out, until the engine says goodbye. The same for process and thread ranks."""
+"""A rank's step loop: plans in, results out, until the engine says goodbye. The same for process and thread ranks.
+
+While a hand-off is under way the loop looks after it between plans.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from actors.assembly import Parts
 from actors.engine.link import LinkClosed, LinkTimeout, PlanLink
 from actors.messages import StepPlan
 from actors.model.group import Group
+from actors.transfer.courier import Courier, NoCourier
 from placement import mesh
 
 _LISTEN_S = 3600.0
 """How long one wait for a plan lasts; then the next one begins."""
+_GLANCE_S = 0.001
+"""The same while there is a hand-off to look after."""
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
@@ -25,7 +31,9 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     tells_time = layout.pp > 1 and at.cp == at.tp == 0
     try:
         while True:
-            plan = _next_plan(link)
+            plan = _next_plan(link, parts.courier)
+            parts.courier.before(plan)
+            _tell(parts.courier, link)
             result = parts.runner.step(plan)
             if tells_time:
                 link.send_busy(at.attn_dp * layout.pp + at.pp, parts.pipeline.busy_s)
@@ -33,6 +41,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
                 link.send_result(result)
             if plan.asks_experts and (report := parts.experts.report(plan.step)) is not None:
                 link.send_experts(report)
+            parts.courier.after(plan)
             stepped()
     except LinkClosed:
         return
@@ -41,6 +50,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
         raise
     finally:
         link.close()
+        parts.courier.close()
         close_groups(parts.groups)
 
 
@@ -50,8 +60,15 @@ def close_groups(groups: Mapping[str, Group]) -> None:
         group.close()
 
 
-def _next_plan(link: PlanLink) -> StepPlan:
+def _next_plan(link: PlanLink, courier: Courier | NoCourier) -> StepPlan:
     """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
     while True:
+        _tell(courier, link)
         with suppress(LinkTimeout):
-            return link.receive_plan(_LISTEN_S)
+            return link.receive_plan(_GLANCE_S if courier.is_busy else _LISTEN_S)
+
+
+def _tell(courier: Courier | NoCourier, link: PlanLink) -> None:
+    report = courier.poll()
+    if report is not None:
+        link.send_kv(report)

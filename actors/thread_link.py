@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import ExpertReport, StepPlan, StepResult
+from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
+
+_GLANCE_S = 0.001
+"""How often a maker of plans that waits for news of hand-offs looks for them."""
 
 
 class ThreadLink:
@@ -25,10 +28,11 @@ class ThreadLink:
         self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()
+        self.kv_reports: deque[KVReport] = deque()
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
         """The end of one rank."""
-        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self.busy_s, self.reports)
+        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self)
 
     def send(self, plan: StepPlan) -> None:
         for plans in self._plans:
@@ -48,6 +52,11 @@ class ThreadLink:
             if result is not None:
                 return result
 
+    def listen(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.kv_reports and time.monotonic() < deadline:
+            time.sleep(_GLANCE_S)
+
     def close(self) -> None:
         for plans in self._plans:
             plans.put(None)
@@ -61,11 +70,9 @@ class ThreadLinkEnd:
         world_rank: int,
         plans: queue.SimpleQueue[StepPlan | None],
         answers: queue.SimpleQueue[tuple[int, StepResult] | str],
-        busy_s: dict[int, float],
-        reports: deque[ExpertReport],
+        link: ThreadLink,
     ) -> None:
-        self._world_rank, self._plans, self._answers, self._busy_s = world_rank, plans, answers, busy_s
-        self._reports = reports
+        self._world_rank, self._plans, self._answers, self._link = world_rank, plans, answers, link
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
         try:
@@ -80,10 +87,13 @@ class ThreadLinkEnd:
         self._answers.put((self._world_rank, result))
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        self._busy_s[stage] = seconds
+        self._link.busy_s[stage] = seconds
 
     def send_experts(self, report: ExpertReport) -> None:
-        self._reports.append(report)
+        self._link.reports.append(report)
+
+    def send_kv(self, report: KVReport) -> None:
+        self._link.kv_reports.append(report)
 
     def send_failure(self, reason: str) -> None:
         self._answers.put(f"rank {self._world_rank} failed: {reason}")

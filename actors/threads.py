@@ -19,7 +19,7 @@ import torch
 from actors.assembly import Parts, load_decoder, put_together
 from actors.config import RankConfig
 from actors.engine.link import PlanLink
-from actors.messages import ExpertReport, StepPlan, StepResult
+from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
 from actors.model.group import Group
 from actors.model.groups.base import DEFAULT_TIMEOUT_S
 from actors.model.groups.solo import SoloGroup
@@ -60,6 +60,15 @@ class ThreadRanks:
     def reports(self) -> deque[ExpertReport]:
         """See `RankLink.reports`."""
         return self._link.reports
+
+    @property
+    def kv_reports(self) -> deque[KVReport]:
+        """See `RankLink.kv_reports`."""
+        return self._link.kv_reports
+
+    def listen(self, timeout_s: float) -> None:
+        """See `RankLink.listen`."""
+        self._link.listen(timeout_s)
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Several may be in flight."""

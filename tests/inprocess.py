@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from actors.assembly import DTYPES, load_decoder
+from actors.assembly import DTYPES, Parts, load_decoder
 from actors.config import RankConfig
 from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
@@ -56,14 +56,24 @@ class InProcess:
 
 
 @contextmanager
-def in_process(model: TinyModel, layout: str, config: EngineConfig, dtype: torch.dtype = torch.float32) -> Iterator[InProcess]:
-    """A running replica of `model` under `layout`, its plans on ZeroMQ as they would be between processes."""
+def in_process(
+    model: TinyModel,
+    layout: str,
+    config: EngineConfig,
+    dtype: torch.dtype = torch.float32,
+    attach: Callable[[Parts], Parts] = lambda parts: parts,
+) -> Iterator[InProcess]:
+    """A running replica of `model` under `layout`, its plans on ZeroMQ as they would be between processes.
+
+    `attach`: see `start_ranks`.
+    """
     parsed = Layout.parse(layout)
     link = ZmqEngineLink(parsed.world, mesh.leaders(parsed), _TOKEN)
     ranks = start_ranks(
         rank_config(model, parsed, dtype, config.block_size),
         config.num_blocks,
         lambda rank: ZmqRankLink(link.address, rank, _TOKEN),
+        attach,
     )
     link.wait_ready(_WAIT_S)
     engine = Engine(config.model_copy(update={"stages": parsed.pp, "lanes": parsed.attn_dp}), link)

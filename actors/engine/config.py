@@ -7,10 +7,32 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.engine.balancing import Balancing
+from placement import mesh
+from placement.layout import Layout
 from placement.model_spec import RopeSpec
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+class Pool(BaseModel):
+    """What an engine of a pool must know beside its sizes, to hand KV over or to take it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: Layout
+    least_tokens: Positive = 16
+    """A prompt is handed over if at least so many of its tokens are not in the decode side's cache: a block's worth."""
+    expected_tokens: Positive = 128
+    """Tokens of output for which blocks are reserved together with the prompt's."""
+    lease_s: Seconds = 60.0
+    """From a reservation to the last moment at which a write into it may begin; then the decode side computes the prompt."""
+    grace_s: Seconds = 5.0
+    """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""
+
+    def ranks_of(self, lane: int) -> frozenset[int]:
+        """World ranks of a lane."""
+        return frozenset(rank for rank in range(self.layout.world) if mesh.coords(self.layout, rank).attn_dp == lane)
 
 
 class EngineConfig(BaseModel):
@@ -59,6 +81,8 @@ class EngineConfig(BaseModel):
     """The model's: whether prompts of unlike length may share cached keys depends on it."""
     experts: Balancing | None = None
     """How experts are balanced while serving; None: they stay where they are."""
+    pool: Pool | None = None
+    """None: this engine neither hands KV over nor takes it."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
 

@@ -12,7 +12,7 @@ from actors.engine.link import RankLink
 from actors.engine.loop import Clock, StepLoop
 from actors.engine.refusal import EngineDown
 from actors.engine.stats import EngineStats
-from actors.messages import GenerateRequest
+from actors.messages import GenerateRequest, TokenEvent
 
 _JOIN_S = 5.0
 
@@ -57,6 +57,13 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request; its last event is ``abort``. Harmless for one that has ended or never was."""
         self._loop.cancel(request_id)
+
+    def take(self, event: TokenEvent) -> None:
+        """What the prefill side says of a ticket that this engine gave, by the ticket's id; or that nobody was asked.
+
+        Harmless for a ticket that is done, or never was.
+        """
+        self._loop.take(event)
 
     def stats(self) -> EngineStats:
         """What the engine is doing; counters start anew with new ranks."""

@@ -35,6 +35,8 @@ class Lane:
         self.pool = BlockPool(config.num_blocks, config.kv_owners)
         self.running: list[Sequence] = []
         """Most urgent first."""
+        self.num_reserved = 0
+        """Sequences that have blocks here and wait for others to fill them."""
         self._config = config
 
     def plan_decodes(self, draft: Draft) -> None:
@@ -63,7 +65,8 @@ class Lane:
 
     def is_open(self, draft: Draft) -> bool:
         """Whether this step may start sequences here: not in one that preempted."""
-        return draft.prompt_budget > 0 and not draft.preempted and len(self.running) < self._config.max_sequences
+        num_here = len(self.running) + self.num_reserved
+        return draft.prompt_budget > 0 and not draft.preempted and num_here < self._config.max_sequences
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether there are blocks for all its tokens, found or new.
@@ -79,7 +82,7 @@ class Lane:
         return self.pool.num_held - self.pool.count_held(hits) + len(self._places(sequence, hits))
 
     def take_in(self, sequence: Sequence) -> None:
-        """Give a sequence the blocks of all its tokens, for which there is room, and run it from here on."""
+        """Give a sequence the blocks of all its tokens, for which there is room."""
         hits = self._find(sequence)
         self.pool.acquire(hits)
         sequence.blocks = hits + self.pool.allocate(self._places(sequence, hits))
@@ -88,16 +91,20 @@ class Lane:
         sequence.num_planned = sequence.num_computed = len(hits) * self._config.block_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.num_computed
+
+    def run(self, sequence: Sequence) -> None:
+        """Run a sequence that has its blocks from here on."""
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.urgency)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Take a running sequence out: its blocks back.
+        """Take a running sequence out: its blocks back, unless ranks still have to send them (`outgoing.py`).
 
         Safe with its rows in flight: ranks run plans in order, so whoever gets the blocks writes them later.
         """
         self.running.remove(sequence)
-        self.pool.free(sequence.blocks)
+        if sequence.request.ticket is None:
+            self.pool.free(sequence.blocks)
 
     def register(self, sequence: Sequence) -> None:
         """Name the blocks that are full now, so that others can find them."""
@@ -113,7 +120,8 @@ class Lane:
         """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
         needed = range(len(sequence.blocks), self._config.blocks_for(sequence.length))
         while not self.pool.has_room(needed):
-            victim = self.running[-1]
+            # Not one whose blocks are being sent: they would not come back. Itself it always may be.
+            victim = next(s for s in reversed(self.running) if s.request.ticket is None)
             self.let_go(victim)
             victim.state = State.WAITING
             draft.preempted.append(victim)
@@ -124,7 +132,8 @@ class Lane:
 
     def _places(self, sequence: Sequence, hits: list[int]) -> range:
         """Places in the sequence that need a new block."""
-        return range(len(hits), self._config.blocks_for(len(sequence.tokens)))
+        tokens = min(len(sequence.tokens) + sequence.spare_tokens, self._config.capacity)
+        return range(len(hits), self._config.blocks_for(max(tokens, len(sequence.tokens))))
 
     def _find(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's front. Never its last token, whose logits are wanted; none where all logits are."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from actors.messages import ExpertReport, StepPlan, StepResult
+from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
 
 
 class LinkError(RuntimeError):
@@ -39,6 +39,9 @@ class PlanLink(Protocol):
     def send_experts(self, report: ExpertReport) -> None:
         """Tell what this rank's experts did, where a plan asked for it."""
 
+    def send_kv(self, report: KVReport) -> None:
+        """Tell how far this rank's hand-offs have come, at any time."""
+
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on."""
 
@@ -56,6 +59,13 @@ class RankLink(Protocol):
     @property
     def reports(self) -> deque[ExpertReport]:
         """What ranks told of their experts, oldest first; whoever reads it takes it out."""
+
+    @property
+    def kv_reports(self) -> deque[KVReport]:
+        """What ranks told of hand-offs, oldest first; whoever reads it takes it out."""
+
+    def listen(self, timeout_s: float) -> None:
+        """Wait until `kv_reports` has one, at most `timeout_s`, while no plan is in flight. Raises `LinkError` as `receive`."""
 
     def send(self, plan: StepPlan) -> None:
         """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""

@@ -1,9 +1,9 @@
 """The engine's thread, for one set of ranks: intake → schedule → send → receive → update → deliver.
 
-    submit, cancel (any thread) ──→ inbox ──┐
-                                            ↓ between steps
-                            ┌──→ intake → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
-                            └──── deliver ← update ←──────── link ←───┘        one result
+    submit, cancel, take (any thread) ──→ inbox ──┐
+                                                  ↓ between steps
+                            ┌──→ intake → hear → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
+                            └──────── deliver ← update ←─────────── link ←───┘        one result
 
 A loop ends once and for all: by `stop` (closed, or the ranks are gone) or by its own failure. New ranks get a new loop, since
 their KV cache is empty.
@@ -30,6 +30,8 @@ from actors.messages import GenerateRequest, StepPlan, StepResult, TokenEvent
 
 _GLANCE_S = 0.1
 """How often a loop that waits for its ranks looks whether it was stopped."""
+_LISTEN_S = 0.002
+"""How long a loop with nothing in flight but hand-offs waits for its ranks before it looks for requests."""
 _RECENT_STEPS = 256
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class StepLoop:
         self._inbox: list[Sequence] = []
         self._inbox_tokens = 0
         self._cancelled: list[str] = []
+        self._said: list[TokenEvent] = []
+        """What the prefill side says of this engine's tickets."""
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans whose results are not back, oldest first, and when each was sent."""
         self._order = itertools.count()
@@ -105,6 +109,13 @@ class StepLoop:
         with self._changed:
             if self.ended is None:
                 self._cancelled.append(request_id)
+                self._changed.notify()
+
+    def take(self, event: TokenEvent) -> None:
+        """See `Engine.take`."""
+        with self._changed:
+            if self.ended is None:
+                self._said.append(event)
                 self._changed.notify()
 
     def stop(self, reason: str) -> None:
@@ -159,15 +170,19 @@ class StepLoop:
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
                 experts=None if self._balancer is None else self._balancer.stats(),
+                hand_offs=None if self.config.pool is None else scheduler.hand_off_stats(),
             )
 
     def _run(self) -> None:
         try:
             while self._intake():
+                self._hear()
                 self._deliver(self._scheduler.reap(self._clock()))
                 self._send_plans()
                 if self._in_flight:
                     self._take_result()
+                elif self._scheduler.waits_for_others:
+                    self._link.listen(_LISTEN_S)
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
         except LinkError as error:
@@ -184,7 +199,7 @@ class StepLoop:
     def _intake(self) -> bool:
         """Take what came in, waiting while there is nothing to do. False once the loop is to end."""
         with self._changed:
-            while not (self._inbox or self._cancelled or self._scheduler.num_live or self._in_flight or self.ended):
+            while not (self._has_work() or self.ended):
                 self._busy_since = None
                 self._changed.wait()
             self._busy_since = self._clock()
@@ -195,8 +210,19 @@ class StepLoop:
             self._inbox.clear()
             self._inbox_tokens = 0
             cancelled, self._cancelled = self._cancelled, []
+            said, self._said = self._said, []
+        self._deliver([event for each in said for event in self._scheduler.take(each)])
         self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
         return True
+
+    def _has_work(self) -> bool:
+        came = self._inbox or self._cancelled or self._said
+        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.waits_for_others)
+
+    def _hear(self) -> None:
+        """Take what ranks tell of hand-offs."""
+        while self._link.kv_reports:
+            self._deliver(self._scheduler.hear(self._link.kv_reports.popleft(), self._clock()))
 
     def _send_plans(self) -> None:
         while len(self._in_flight) < self.config.depth:

@@ -79,11 +79,34 @@ def check_request(request: GenerateRequest, config: EngineConfig) -> None:
         raise InvalidRequest("max_tokens", request.max_tokens, "must be 0 or more")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequest("timeout_s", request.timeout_s, "must be above 0")
+    _check_hand_off(request, config)
     _check_tokens("prompt", request.prompt, config)
     _check_tokens("logit_bias", list(request.sampling.logit_bias), config)
     longest = config.capacity - min(1, request.max_tokens)
     if len(request.prompt) > longest:
         raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.cache_tokens)
+
+
+def _check_hand_off(request: GenerateRequest, config: EngineConfig) -> None:
+    ticket, tokens = request.ticket, len(request.prompt)
+    for field, asked in (("reserves", request.reserves), ("ticket", ticket is not None)):
+        if asked and config.pool is None:
+            raise InvalidRequest(field, asked, "this engine belongs to no pool, so it hands nothing over and takes nothing")
+    if ticket is None:
+        return
+    if request.reserves:
+        raise InvalidRequest("reserves", True, "a request has a ticket, or asks for one")
+    if ticket.ticket_id != request.request_id:
+        raise InvalidRequest("ticket_id", ticket.ticket_id, f"must be the request's own id, {request.request_id!r}")
+    if request.max_tokens < 1:
+        raise InvalidRequest("max_tokens", request.max_tokens, "with a ticket one token is sampled")
+    room = len(ticket.blocks) * ticket.page_tokens
+    if not 0 <= ticket.first < ticket.tokens == tokens <= room:
+        raise InvalidRequest(
+            "ticket",
+            f"positions {ticket.first}..{ticket.tokens} in {len(ticket.blocks)} blocks of {ticket.page_tokens}",
+            f"must be the end of a prompt of {tokens} tokens, with blocks for all of it",
+        )
 
 
 def _check_tokens(field: str, tokens: list[int], config: EngineConfig) -> None:

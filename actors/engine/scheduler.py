@@ -13,21 +13,42 @@ compete half way; only a decode can find no block and preempt.
 
 A decode may be planned before its token is known: the ranks keep what they sample. A token computed past a stop is
 discarded when it comes back.
+
+In a pool the queue is the same: on the decode side a request gets blocks on admission and waits for them to be filled
+(`reservations.py`); on the prefill side it leaves with its first token, and its blocks when they are sent (`outgoing.py`).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import Any
 
 from actors.engine.config import EngineConfig
 from actors.engine.draft import Draft, plan_of
 from actors.engine.fairness import TenantCounters
 from actors.engine.lane import Lane, choose
+from actors.engine.outgoing import Outgoings
+from actors.engine.reservations import Reservation, Reservations
 from actors.engine.sequence import Sequence, State
+from actors.engine.stats import HandOffStats
 from actors.engine.waiting import WaitingQueue
-from actors.messages import FinishReason, PromptLogprobs, Row, Sampled, StepPlan, StepResult, TokenEvent, TokenLogprob
+from actors.messages import (
+    FinishReason,
+    KVReport,
+    PromptLogprobs,
+    Row,
+    Sampled,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    TokenLogprob,
+)
+
+_WRITES_NO_MORE = ("handoff", "abort", "deadline")
+"""Last events of a prefill engine that come when its ranks have stopped writing; of an ``error`` nobody knows."""
 
 
 class ResultMismatch(RuntimeError):
@@ -58,6 +79,8 @@ class Scheduler:
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
+        self.reservations = Reservations(config, self.lanes)
+        self.outgoing = Outgoings(config, self.lanes)
         self._live: dict[str, Sequence] = {}
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -72,16 +95,24 @@ class Scheduler:
         return len(self._live)
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether a hand-off is under way: something may have to be done though nothing is in flight."""
+        return bool(self.reservations) or bool(self.outgoing)
+
+    @property
     def running(self) -> list[Sequence]:
         """The sequences of all lanes, lane after lane, most urgent first in each."""
         return [sequence for lane in self.lanes for sequence in lane.running]
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that `check_request` has passed."""
+        if self.config.pool is not None and sequence.request.reserves:
+            sequence.reserves = True
+            sequence.spare_tokens = min(sequence.request.max_tokens, self.config.pool.expected_tokens)
         self._live[sequence.request.request_id] = sequence
         self.tenants.join(sequence.request.tenant)
         self.waiting.push(sequence)
-        if sequence.request.timeout_s is not None:
+        if sequence.deadline_s < math.inf:
             heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.order, sequence.request.request_id))
         if sequence.is_empty_work:
             self._need_no_step.append(sequence)
@@ -90,12 +121,14 @@ class Scheduler:
         """End a request early. None for one that is unknown or has ended. What is in flight for it is ignored on arrival."""
         sequence = self._live.get(request_id)
         if sequence is None:
-            return None
+            return self.outgoing.stop(request_id, TokenEvent(request_id=request_id, finish="abort"))
         self.counts.aborts += 1
         return self._end(sequence, "abort")
 
     def reap(self, now: float) -> list[TokenEvent]:
         """End what needs no step: requests past their deadline, and those with nothing to sample or score."""
+        for made in self.reservations.expired(now):
+            self._compute_here(made)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -103,13 +136,75 @@ class Scheduler:
             sequence = self._live.get(request_id)
             if sequence is not None and sequence.order == order:
                 events.append(self._end(sequence, "deadline"))
+        return [event for event in events if event is not None]
+
+    def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
+        """Apply what a rank tells of hand-offs."""
+        last, failed = self.outgoing.hear(report)
+        for request_id in failed:
+            self._drop(self._live[request_id])
+        return self.reservations.hear(report, now) + last
+
+    def take(self, event: TokenEvent) -> list[TokenEvent]:
+        """Apply what the prefill side says of a ticket (or whoever was to ask it): its first token, and how it ended.
+
+        Where it failed, this engine computes the prompt itself. What is said of a ticket that is done changes nothing.
+        """
+        made, events = self.reservations.get(event.request_id), list[TokenEvent]()
+        if made is None:
+            return events
+        if event.tokens and made.is_live and not made.is_committed:
+            made.is_committed = True
+            events += self._first_token(made.sequence, event)
+        if event.finish not in (None, "handoff") and made.is_live:
+            self._compute_here(made)
+        if event.finish in _WRITES_NO_MORE or event.refused is not None:
+            self.reservations.close(made)
         return events
+
+    def hand_off_stats(self) -> HandOffStats:
+        """Numbers of both sides."""
+        into, out = self.reservations.counts, self.outgoing.counts
+        reserved = sum(lane.num_reserved for lane in self.lanes)
+        return HandOffStats(
+            reserved=reserved,
+            draining=len(self.reservations) - reserved,
+            sending=len(self.outgoing),
+            reservations=into.made,
+            reservation_wait_s=into.wait_s,
+            received=into.completed,
+            fallen_back=into.fallen_back,
+            outlived=into.outlived,
+            sent=out.completed,
+            failed=out.failed,
+            sent_bytes=out.num_bytes,
+            transfer_s=out.busy_s,
+            exposed_s=out.exposed_s,
+            overlap=out.overlap,
+        )
+
+    def _first_token(self, sequence: Sequence, event: TokenEvent) -> list[TokenEvent]:
+        if sequence.prompt_logprobs and event.prompt_logprobs is not None:
+            sequence.prompt_logprobs = event.prompt_logprobs
+        sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
+        return self._say(sequence, event.tokens[0], event.logprobs)
+
+    def _compute_here(self, made: Reservation) -> None:
+        """Nobody will fill these blocks: their sequence starts from its tokens, like one that was preempted."""
+        self.reservations.abandon(made)
+        self.reservations.counts.fallen_back += 1
+        sequence = made.sequence
+        sequence.forget_ranks()
+        sequence.state, sequence.reserves = State.WAITING, False
+        sequence.preemptions += 1
+        self.waiting.push_back_in(sequence)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
         drafts = [self._draft(lane) for lane in self.lanes]
         self._admit(drafts, now)
-        return self._commit(drafts) if any(draft.rows for draft in drafts) else None
+        has_news = self.reservations.expects or self.reservations.forgets or self.outgoing.forgets
+        return self._commit(drafts) if has_news or any(draft.rows for draft in drafts) else None
 
     def _draft(self, lane: Lane) -> Draft:
         """A lane's part of the step, as far as those go that run there already."""
@@ -121,6 +216,12 @@ class Scheduler:
             victim.preemptions += 1
             self.waiting.push_back_in(victim)
             self.counts.preemptions += 1
+        for sequence in self.reservations.ready(lane.index):
+            sequence.num_planned = sequence.num_computed = sequence.prompt_length
+            lane.run(sequence)
+            lane.register(sequence)
+            self._start(sequence, draft)
+            draft.run(sequence, 1)
         lane.plan_chunks(draft, -(-self.waiting.num_tokens // len(self.lanes)))
         return draft
 
@@ -134,13 +235,25 @@ class Scheduler:
             self.waiting.remove(sequence)
             lane.take_in(sequence)
             self.counts.cache_hit_tokens += sequence.num_computed
-            drafts[lane.index].start(sequence, self._next_sequence_id)
-            self._next_sequence_id += 1
+            if self.reservations.is_worth(sequence):
+                sequence.state = State.RESERVED
+                self.reservations.reserve(sequence, now)
+                continue
+            lane.run(sequence)
+            self._start(sequence, drafts[lane.index])
+            if sequence.request.ticket is not None:
+                self.outgoing.begin(sequence, sequence.request.ticket, now)
             lane.run_chunk(sequence, drafts[lane.index])
+
+    def _start(self, sequence: Sequence, draft: Draft) -> None:
+        draft.start(sequence, self._next_sequence_id)
+        self._next_sequence_id += 1
 
     def _commit(self, drafts: Several[Draft]) -> StepPlan:
         plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
+        if self.waits_for_others or self.reservations.forgets:
+            plan = plan.model_copy(update=self._hand_offs())
         sequences = [sequence for draft in drafts for sequence in draft.sequences]
         self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
@@ -148,6 +261,13 @@ class Scheduler:
         self.counts.steps += 1
         self.counts.tokens_run += sum(row.count for row in plan.rows)
         return plan
+
+    def _hand_offs(self) -> dict[str, list[Any]]:
+        """What a plan says of hand-offs."""
+        into, out = self.reservations, self.outgoing
+        said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
+        into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
+        return said
 
     def update(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Apply what came out of the oldest step in flight. Raises `ResultMismatch` where it does not answer that step."""
@@ -161,14 +281,12 @@ class Scheduler:
             if sequence.sequence_id != row.sequence_id:  # it ended or was preempted meanwhile
                 self.counts.tokens_discarded += row.sample
             else:
-                event = self._advance(sequence, row, sampled.get(row.sequence_id), scored.get(row.sequence_id))
-                if event is not None:
-                    events.append(event)
+                events += self._advance(sequence, row, sampled.get(row.sequence_id), scored.get(row.sequence_id))
         return events
 
     def _advance(
         self, sequence: Sequence, row: Row, sampled: Sampled | None, scored: PromptLogprobs | None
-    ) -> TokenEvent | None:
+    ) -> list[TokenEvent]:
         sequence.num_computed = row.start + row.count
         self.lanes[sequence.lane].register(sequence)
         if scored is not None and sequence.scores_prompt:
@@ -176,12 +294,12 @@ class Scheduler:
         if row.sample != (sampled is not None):
             raise ResultMismatch(f"step samples {row.sample} for sequence {row.sequence_id}, result holds {sampled!r}")
         if sampled is not None and sampled.error is not None:
-            return self._end(sequence, "error", sampled.error)
+            return _some(self._end(sequence, "error", sampled.error))
         if sampled is not None:
             return self._speak(sequence, sampled)
         if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.prompt_length:
-            return self._end_scored(sequence)
-        return None
+            return _some(self._end_scored(sequence))
+        return []
 
     def _gather(self, sequence: Sequence, scored: PromptLogprobs) -> None:
         """Put a chunk's prompt logprobs in their places. A sequence recomputed after preemption overwrites its own."""
@@ -190,30 +308,36 @@ class Scheduler:
             raise ResultMismatch(f"prompt logprobs for [{scored.first}, {end}), the prompt has {sequence.prompt_length} tokens")
         sequence.prompt_logprobs[scored.first : end] = scored.entries
 
-    def _speak(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+    def _speak(self, sequence: Sequence, sampled: Sampled) -> list[TokenEvent]:
         if sequence.scores_prompt:
-            return self._end_unscored(sequence)
-        sequence.tokens.append(sampled.token)
+            return _some(self._end_unscored(sequence))
         sequence.num_awaited -= 1
         self.counts.tokens_sampled += 1
+        return self._say(sequence, sampled.token, [] if sampled.logprob is None else [sampled.logprob])
+
+    def _say(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
+        """The next token, which may be the last, or the last that is sampled here."""
+        sequence.tokens.append(token)
         event = TokenEvent(
             request_id=sequence.request.request_id,
-            tokens=[sampled.token],
-            logprobs=[] if sampled.logprob is None else [sampled.logprob],
+            tokens=[token],
+            logprobs=logprobs,
             prompt_logprobs=self._first_words(sequence),
             cached_tokens=sequence.cached_tokens or 0,
         )
-        finish = sequence.finish_after(sampled.token, self.config.capacity)
+        if sequence.request.ticket is not None:
+            self._drop(sequence)
+            return [event, *_some(self.outgoing.computed(sequence.request.request_id))]
+        finish = sequence.finish_after(token, self.config.capacity)
         if finish is None:
-            return event
-        stop_token = sampled.token if finish == "stop" else None
+            return [event]
         self._drop(sequence)
-        return event.model_copy(update={"finish": finish, "stop_token": stop_token})
+        return [event.model_copy(update={"finish": finish, "stop_token": token if finish == "stop" else None})]
 
-    def _end_scored(self, sequence: Sequence) -> TokenEvent:
+    def _end_scored(self, sequence: Sequence) -> TokenEvent | None:
         return self._end_unscored(sequence) if sequence.scores_prompt else self._end(sequence, "length")
 
-    def _end_unscored(self, sequence: Sequence) -> TokenEvent:
+    def _end_unscored(self, sequence: Sequence) -> TokenEvent | None:
         missing = sequence.prompt_logprobs[1:].count(None)
         return self._end(sequence, "error", f"the ranks left out the logprobs of {missing} prompt tokens")
 
@@ -224,8 +348,8 @@ class Scheduler:
         sequence.has_spoken = True
         return sequence.prompt_logprobs
 
-    def _end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent:
-        """End a sequence without a token."""
+    def _end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent | None:
+        """End a sequence without a token. None where ranks may still write for its ticket: the event comes later."""
         event = TokenEvent(
             request_id=sequence.request.request_id,
             prompt_logprobs=self._first_words(sequence) if finish == "length" else None,
@@ -233,13 +357,19 @@ class Scheduler:
             finish=finish,
             error=error,
         )
+        is_sent = sequence.state is State.RUNNING and sequence.request.ticket is not None
         self._drop(sequence)
+        if is_sent:
+            last = event if finish in _WRITES_NO_MORE else event.model_copy(update={"finish": "abort"})
+            return self.outgoing.stop(event.request_id, last)
         return event
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self.lanes[sequence.lane].let_go(sequence)
             self._ended.append(sequence.sequence_id)
+        elif sequence.state is State.RESERVED:
+            self.reservations.abandon(self.reservations.of(sequence))
         else:
             self.waiting.remove(sequence)
         sequence.forget_ranks()
@@ -247,3 +377,7 @@ class Scheduler:
         del self._live[sequence.request.request_id]
         self.tenants.leave(sequence.request.tenant)
         self.counts.finished += 1
+
+
+def _some(event: TokenEvent | None) -> list[TokenEvent]:
+    return [] if event is None else [event]

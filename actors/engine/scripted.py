@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
 from actors.messages import (
     ExpertReport,
+    KVReport,
     PromptLogprobs,
     Row,
     Sampled,
@@ -183,6 +184,7 @@ class ScriptedLink:
         self.is_closed = False
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()
+        self.kv_reports: deque[KVReport] = deque()
         self._before_step = before_step
         self._is_mute = False
         self._results: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -204,6 +206,9 @@ class ScriptedLink:
             return StepResult.unpack(self._results.get(timeout=timeout_s))
         except queue.Empty:
             raise LinkTimeout(f"no scripted result within {timeout_s:g} s") from None
+
+    def listen(self, timeout_s: float) -> None:
+        """Nothing is told: it has no pool."""
 
     def close(self) -> None:
         self.is_closed = True

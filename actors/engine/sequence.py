@@ -17,6 +17,8 @@ _PLAIN_ROPE = RopeSpec()
 
 class State(Enum):
     WAITING = "waiting"
+    RESERVED = "reserved"
+    """It has blocks, and waits for others to fill them."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -64,6 +66,10 @@ class Sequence:
     """See `RopeSpec.deciding_length`."""
     has_spoken: bool = False
     """An event with the prompt's logprobs is out."""
+    reserves: bool = False
+    """Its prompt may be computed by a prefill pool; not a second time."""
+    spare_tokens: int = 0
+    """Tokens of output for which it gets blocks at once."""
 
     @classmethod
     def of(
@@ -78,6 +84,8 @@ class Sequence:
         """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread."""
         prompt_length = len(request.prompt)
         rope_length = rope.deciding_length(prompt_length, min(prompt_length + request.max_tokens, capacity))
+        if request.ticket is not None:  # the keys are for an engine whose capacity may be another
+            rope_length = request.ticket.rope_length
         chain = PrefixChain(request.cache_salt, block_size, rope.length_class(rope_length))
         chain.extend(request.prompt)
         gathered: list[TokenLogprob | None] = (
@@ -104,14 +112,16 @@ class Sequence:
         return self.length - self.num_planned
 
     def is_sampled_out(self, capacity: int) -> bool:
-        """Whether the plans in flight sample all the tokens it can have."""
-        full = self.length - self.prompt_length >= self.request.max_tokens or self.length >= capacity
+        """Whether the plans in flight sample all the tokens it can have here."""
+        most = self.request.max_tokens if self.request.ticket is None else 1
+        full = self.length - self.prompt_length >= most or self.length >= capacity
         return self.num_awaited > 0 and full
 
     @property
     def deadline_s(self) -> float:
-        timeout = self.request.timeout_s
-        return math.inf if timeout is None else self.arrival_s + timeout
+        timeout = math.inf if self.request.timeout_s is None else self.request.timeout_s
+        lease = math.inf if self.request.ticket is None else self.request.ticket.lease_s
+        return self.arrival_s + min(timeout, lease)
 
     @property
     def scores_prompt(self) -> bool:
@@ -143,4 +153,4 @@ class Sequence:
         self.num_planned = self.num_computed = self.num_told = self.num_awaited = 0
         self.last_step = -1
         self.blocks = []
-        self.num_blocks_told = self.num_registered = 0
+        self.num_blocks_told = self.num_registered = self.spare_tokens = 0

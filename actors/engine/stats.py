@@ -49,6 +49,36 @@ class ExpertStats(BaseModel):
         return found
 
 
+class HandOffStats(BaseModel):
+    """Hand-offs of one engine of a pool. Counters rise from the start of its ranks; bytes and seconds are sums over ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reserved: int
+    """Reservations whose sequences wait for their prompts."""
+    draining: int
+    """Reservations nobody waits for, into which somebody may still write."""
+    sending: int
+    """Prompts that ranks have not sent whole."""
+    reservations: int
+    reservation_wait_s: float
+    """From the arrival of requests to their blocks."""
+    received: int
+    fallen_back: int
+    """Prompts computed here since the prefill side failed or was late."""
+    outlived: int
+    """Reservations given up when their lease was over, since their writer was never heard of again."""
+    sent: int
+    failed: int
+    sent_bytes: int
+    transfer_s: float
+    """In which ranks had writes under way."""
+    exposed_s: float
+    """The part of that after the last chunk of the prompt was computed."""
+    overlap: float
+    """Part of the transfers' time that computing hid."""
+
+
 class EngineStats(BaseModel):
     """A snapshot. Counters rise from the start of the current set of ranks; times are on the engine's clock, in seconds."""
 
@@ -88,8 +118,12 @@ class EngineStats(BaseModel):
     """Durations of the latest steps, oldest first."""
     experts: ExpertStats | None = None
     """None where experts are not balanced."""
+    hand_offs: HandOffStats | None = None
+    """None for an engine that belongs to no pool."""
 
     def gauges(self) -> dict[str, float]:
         """The numbers that are one number, and those of experts by layer and rank: ``experts_sent_bytes:rank=3``."""
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
+        handed = {} if self.hand_offs is None else self.hand_offs.model_dump()
+        plain |= {f"handoff_{name}": float(value) for name, value in handed.items()}
         return plain | (self.experts.gauges() if self.experts is not None else {})

@@ -6,6 +6,7 @@
       ←─ RESULT StepResult               from the leader of each lane
       ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each lane), after each step
       ←─ EXPERTS ExpertReport            from ranks with experts, where a plan asks for it
+      ←─ KV      KVReport                from ranks of a pool, whenever a hand-off has come further
       ←─ FAILED text                     from any rank that cannot go on
       ─→ BYE                             every rank, when the engine closes
 
@@ -29,9 +30,9 @@ from pydantic import ValidationError
 
 from actors.engine.joining import ResultJoiner
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import ExpertReport, Message, StepPlan, StepResult
+from actors.messages import ExpertReport, KVReport, Message, StepPlan, StepResult
 
-HELLO, PLAN, RESULT, BUSY, EXPERTS, FAILED, BYE = b"H", b"P", b"R", b"T", b"E", b"F", b"B"
+HELLO, PLAN, RESULT, BUSY, EXPERTS, KV, FAILED, BYE = b"H", b"P", b"R", b"T", b"E", b"K", b"F", b"B"
 MAX_MESSAGE_BYTES = 1 << 28
 _M = TypeVar("_M", bound=Message)
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
@@ -78,6 +79,7 @@ class ZmqEngineLink:
         self._joiner = ResultJoiner(leaders)
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()
+        self.kv_reports: deque[KVReport] = deque()
         self._token = token
         self._peers: dict[bytes, int] = {}
         """World rank of each peer that said a proper hello."""
@@ -111,6 +113,11 @@ class ZmqEngineLink:
                 return result
         raise LinkTimeout(f"no result from ranks {self._joiner.missing} within {timeout_s:g} s")
 
+    def listen(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.kv_reports and _poll(self._socket, deadline):
+            self._read()
+
     def close(self) -> None:
         if self._socket.closed:
             return
@@ -139,6 +146,8 @@ class ZmqEngineLink:
             self.busy_s[busy.stage] = busy.seconds
         elif kind == EXPERTS:
             self.reports.append(_unpack(ExpertReport, data, f"experts of rank {self._peers[peer]}"))
+        elif kind == KV:
+            self.kv_reports.append(_unpack(KVReport, data, f"hand-offs of rank {self._peers[peer]}"))
         elif kind == RESULT and self._peers[peer] in self._joiner:
             rank = self._peers[peer]
             return self._joiner.add(rank, _unpack(StepResult, data, f"result of rank {rank}"))
@@ -192,6 +201,9 @@ class ZmqRankLink:
 
     def send_experts(self, report: ExpertReport) -> None:
         self._send(EXPERTS, report.pack())
+
+    def send_kv(self, report: KVReport) -> None:
+        self._send(KV, report.pack())
 
     def send_failure(self, reason: str) -> None:
         """Tell the engine that this rank cannot go on; its `receive` raises `LinkError` with `reason` at once."""

@@ -4,15 +4,17 @@
                                                expect(name, copy, own table)  -> where to (staged or pages)
     connect(greeting)  ←────────────────────── greeting()
     send(peer, name, copy, own table, where)
-              ══ bytes, then {name, copy} ═══→ poll() -> the names whose bytes are in its pages
+              ══ bytes, then {name, part} ═══→ poll() -> the names whose bytes are in its pages
 
-The reader reserves first and says where; the writer writes; the reader learns of it by the tag. A tag nobody expects (an
-aborted transfer, a stranger) is counted and changes nothing; whoever gives up a transfer calls `forget`.
+The reader reserves first and says where; writers write, the whole or parts of it one after the other, each once; the reader
+learns of a part by its tag, and has the whole when the parts add up to it. A tag nobody expects (an aborted transfer, a
+stranger) is counted and changes nothing; whoever gives up a transfer calls `forget`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgpack
 import torch
@@ -26,6 +28,7 @@ from actors.transfer.staging import Staging, gather, is_small, scatter
 from actors.transfer.transport import STAGING, Notice, Ranges, Transfer, TransferError, Transport, flat_bytes
 from placement.handoff import Copy, Holding
 from placement.handoff_pages import PageTable
+from placement.handoff_positions import Positions
 
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 
@@ -45,9 +48,44 @@ class Place(Message):
 
 
 class _Tag(Message):
-    """Says which copy has arrived. `name` is the same on both sides and used once."""
+    """Says what has arrived: of the copy `name` (the same on both sides and used once) the part that `copy` describes, as
+    (start, stop) ranges; and where it was staged."""
 
     name: str
+    layers: tuple[int, int]
+    kv_heads: tuple[int, int]
+    window: tuple[int, int]
+    period: int
+    runs: list[tuple[int, int]]
+    staged_at: int | None
+
+    @classmethod
+    def of(cls, name: str, part: Copy, staged_at: int | None) -> _Tag:
+        positions = part.positions
+        return cls(
+            name=name,
+            layers=_ends(part.layers),
+            kv_heads=_ends(part.kv_heads),
+            window=_ends(positions.window),
+            period=positions.period,
+            runs=[_ends(run) for run in positions.runs],
+            staged_at=staged_at,
+        )
+
+    def part(self, whole: Copy) -> Copy:
+        """What it describes of a copy. Raises `ValueError` where that is none of it."""
+        runs, window = [range(*run) for run in self.runs], range(*self.window)
+        ordered = all(one.stop <= other.start for one, other in pairwise([*runs, range(self.period, self.period)]))
+        if not (ordered and all(run.start >= 0 for run in runs) and window.start >= 0):
+            raise ValueError(f"runs {self.runs} of every {self.period} in {self.window} are no positions")
+        positions = Positions(window, self.period, tuple(runs))
+        part = Copy(whole.source, whole.destination, range(*self.layers), range(*self.kv_heads), positions)
+        inside = _is_in(part.layers, whole.layers) and _is_in(part.kv_heads, whole.kv_heads)
+        if not (inside and _is_in(window, whole.positions.window)):
+            raise ValueError(
+                f"layers {part.layers}, heads {part.kv_heads}, positions {window} are not those that were reserved"
+            )
+        return part
 
 
 @dataclass(frozen=True)
@@ -63,6 +101,8 @@ class _Expected:
     copy: Copy
     table: PageTable
     place: Place
+    missing: int
+    """(layer, head, position)s that have not arrived."""
 
 
 class Sending:
@@ -138,8 +178,8 @@ class KVEndpoint:
         if name in self._expected:
             raise ValueError(f"a copy {name!r} is expected already")
         small = is_small(*self._ranges_here(copy, table))
-        staged = self._staging.reserve(self._num_bytes(copy)) if small else None
-        self._expected[name] = _Expected(copy, table, Place(staged_at=staged))
+        staged = self._staging.reserve(self.num_bytes(copy)) if small else None
+        self._expected[name] = _Expected(copy, table, Place(staged_at=staged), _num_units(copy))
         return self._expected[name].place
 
     def forget(self, name: str) -> None:
@@ -150,15 +190,17 @@ class KVEndpoint:
             self._staging.release(expected.place.staged_at)
 
     def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, place: Place, peer_table: PageTable) -> Sending:
-        """Begin to send a copy from own pages to where the peer wants it. The values must have been computed.
+        """Begin to send a copy, or a part of one, from own pages to where the peer wants it; parts have places of their own in
+        the run of the whole. The values must have been computed.
 
         Where it is to be staged and there is no room for that here, `StagingFullError`: try again once another is done.
         """
-        tag = _Tag(name=name).pack()
+        tag = _Tag.of(name, copy, place.staged_at).pack()
         if place.staged_at is None:
+            self._settle()
             ranges = copy_ranges(copy, self.shape, table, peer.shape, peer_table)
             return Sending(self._transport.write(peer.name, ranges, tag), self._staging, None)
-        size = self._num_bytes(copy)
+        size = self.num_bytes(copy)
         at = self._staging.reserve(size)
         if at is None:
             raise StagingFullError(
@@ -184,35 +226,60 @@ class KVEndpoint:
         self._transport.close()
 
     def _arrived(self, notice: Notice) -> str | None:
+        """The name of a copy that is here whole with this notice."""
         try:
-            name = _Tag.unpack(notice.tag).name
-        except _MALFORMED:
+            tag = _Tag.unpack(notice.tag)
+            expected = self._expected[tag.name]
+            part = tag.part(expected.copy)
+            self._check_staged(expected, part, tag.staged_at)
+        except (*_MALFORMED, KeyError):
             self.num_stray += 1
             return None
-        expected = self._expected.get(name)
-        if expected is None:
-            self.num_stray += 1
-            return None
-        if expected.place.staged_at is not None:
-            staged = self._staging.view(expected.place.staged_at, self._cache, expected.copy)
-            slots = copy_slots(expected.copy, expected.table)
-            scatter(self._cache, self.shape.first_head, expected.copy, slots, staged)
+        if tag.staged_at is not None:
+            staged = self._staging.view(tag.staged_at, self._cache, part)
+            scatter(self._cache, self.shape.first_head, part, copy_slots(part, expected.table), staged)
             self._settle()
-        self.forget(name)
-        return name
+        expected.missing -= _num_units(part)
+        if expected.missing > 0:
+            return None
+        self.forget(tag.name)
+        return tag.name
+
+    def _check_staged(self, expected: _Expected, part: Copy, staged_at: int | None) -> None:
+        """Raise `ValueError` for a part staged outside the run of its copy."""
+        if staged_at is None:
+            return
+        start, end = expected.place.staged_at, staged_at + self.num_bytes(part)
+        if start is None or not start <= staged_at <= end <= start + self.num_bytes(expected.copy):
+            raise ValueError(
+                f"bytes {staged_at}..{end} of the staging buffer are not of this copy's run, which begins at {start}"
+            )
 
     def _ranges_here(self, copy: Copy, table: PageTable) -> tuple[int, int]:
         """How many ranges its own pages make of a copy, and its bytes."""
         ranges = copy_ranges(copy, self.shape, table, self.shape, table)
         return len(ranges), ranges.num_bytes
 
-    def _num_bytes(self, copy: Copy) -> int:
-        return len(copy.layers) * self.shape.planes * len(copy.kv_heads) * len(copy.positions) * self.shape.token_bytes
+    def num_bytes(self, copy: Copy) -> int:
+        """Bytes of a copy."""
+        return _num_units(copy) * self.shape.planes * self.shape.token_bytes
 
     def _settle(self) -> None:
         """Wait until what was queued on the device has run: the transport knows no streams."""
         if self._cache.device.type == "cuda":
             torch.cuda.current_stream(self._cache.device).synchronize()
+
+
+def _num_units(copy: Copy) -> int:
+    return len(copy.layers) * len(copy.kv_heads) * len(copy.positions)
+
+
+def _ends(span: range) -> tuple[int, int]:
+    return span.start, span.stop
+
+
+def _is_in(part: range, whole: range) -> bool:
+    return whole.start <= part.start <= part.stop <= whole.stop
 
 
 class StagingFullError(TransferError):

@@ -11,7 +11,7 @@ from actors.transfer.transport import Notice, Ranges, TransferError, checked_poo
 
 
 class Switchboard:
-    """Connects the local transports of a process by name.
+    """Connects the local transports of a process by name. Any thread may write.
 
     With ``held=True`` nothing arrives until `deliver`: what a test needs to look at a transfer under way.
     """
@@ -20,15 +20,18 @@ class Switchboard:
         self.held = held
         self.transports: dict[str, LocalTransport] = {}
         self._waiting: list[LocalTransfer] = []
+        self._lock = Lock()
 
     def begin(self, transfer: LocalTransfer) -> None:
-        self._waiting.append(transfer)
+        with self._lock:
+            self._waiting.append(transfer)
         if not self.held:
             self.deliver()
 
     def deliver(self, count: int | None = None) -> int:
         """Let the first `count` transfers (None: all) arrive, in the order they were begun; how many did."""
-        now, self._waiting = self._waiting[:count], self._waiting[len(self._waiting[:count]) :]
+        with self._lock:
+            now, self._waiting = self._waiting[:count], self._waiting[len(self._waiting[:count]) :]
         for transfer in now:
             transfer.arrive()
         return len(now)

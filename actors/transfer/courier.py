@@ -1,0 +1,157 @@
+"""A rank's part in hand-offs: it does between steps what plans ask for, and tells how far it is.
+
+plan ──expects──→ be ready, and say where the bytes go     ──→ KVReport.opened
+       rows   ──→ step ──→ write what is new of a ticket's sequence
+       forgets ─→ begin no more, expect no more
+poll          ──→ writes that are done, bytes that arrived ──→ KVReport.sent, KVReport.arrived
+"""
+
+from __future__ import annotations
+
+from actors.config import RankConfig
+from actors.messages import KVExpect, KVReader, KVReport, KVSend, KVSent, StepPlan
+from actors.model.kv_caches import KVCaches
+from actors.transfer.compatibility import Compatibility, IncompatiblePeerError
+from actors.transfer.endpoint import KVEndpoint, Peer
+from actors.transfer.outbound import Outbound
+from actors.transfer.transport import Transport, TransferError
+from placement import mesh
+from placement.handoff import Copy, Side, holdings
+from placement.handoff_pages import PageTable
+from placement.handoff_positions import shared
+from placement.layout import Layout
+
+
+class Courier:
+    """One rank's. `side` is its own, with its lane. Not safe for several threads."""
+
+    def __init__(self, config: RankConfig, endpoint: KVEndpoint) -> None:
+        self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
+        self._side = side_of(config)
+        self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
+        self._outbound: dict[str, Outbound] = {}
+        self._peers: dict[bytes, Peer] = {}
+        """Ranks this one can write to, by their greetings."""
+        self._greeting = endpoint.greeting()
+        self._news = KVReport(world_rank=self._rank)
+
+    @classmethod
+    def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> Courier:
+        """That of the rank of `config`. `name`: the transport's, with its version. Raises `ModelError` for a model whose KV cannot
+        be handed over."""
+        held = next(each for each in holdings(config.spec, side_of(config)) if each.world_rank == config.world_rank)
+        compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)
+        return cls(config, KVEndpoint(transport, cache.parts[0], held, compatibility))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether to poll."""
+        return bool(self._outbound) or self._endpoint.num_expected > 0
+
+    def before(self, plan: StepPlan) -> None:
+        """What a plan asks for before its step."""
+        lane = self._side.lane
+        for expect in plan.expects:
+            if expect.lane == lane:
+                self._expect(expect)
+        for send in plan.sends:
+            if send.lane == lane:
+                self._begin(send)
+        for ticket_id in plan.forgets:
+            self._endpoint.forget(ticket_id)
+            if ticket_id in self._outbound:
+                self._outbound[ticket_id].stop("it was given up")
+
+    def after(self, plan: StepPlan) -> None:
+        """Send what the step has computed."""
+        by_sequence = {out.sequence_id: out for out in self._outbound.values()}
+        for row in plan.rows if by_sequence else []:
+            out = by_sequence.get(row.sequence_id)
+            if out is not None:
+                out.blocks += row.new_blocks
+                out.computed(row.start + row.count)
+
+    def poll(self) -> KVReport | None:
+        """What has happened since the last call, if anything has. Never waits."""
+        if self._endpoint.num_expected:
+            self._news.arrived.extend(self._endpoint.poll())
+        for out in list(self._outbound.values()):
+            sent = out.look()
+            if sent is not None:
+                self._done(out, sent)
+        found = self._news
+        if not (found.opened or found.arrived or found.sent):
+            return None
+        self._news = KVReport(world_rank=self._rank)
+        return found
+
+    def close(self) -> None:
+        """Give the pools back."""
+        self._endpoint.close()
+
+    def _expect(self, expect: KVExpect) -> None:
+        need = self._need(range(expect.first, expect.tokens))
+        table = PageTable(self._held.ownership, expect.blocks)
+        place = self._endpoint.expect(expect.ticket_id, need, table)
+        reader = KVReader(world_rank=self._rank, greeting=self._greeting, staged_at=place.staged_at)
+        self._news.opened[expect.ticket_id] = reader
+        if not self._endpoint.num_bytes(need):
+            self._endpoint.forget(expect.ticket_id)
+            self._news.arrived.append(expect.ticket_id)
+
+    def _need(self, window: range) -> Copy:
+        """All that this rank keeps of some positions, whoever sends it."""
+        held = self._held
+        return Copy(-1, self._rank, held.layers, held.kv_heads, shared(held.ownership, held.ownership, window))
+
+    def _begin(self, send: KVSend) -> None:
+        ticket_id = send.ticket.ticket_id
+        try:
+            out = Outbound(self._endpoint, self._spec, self._side, self._rank, send)
+            out.connected({rank: self._peer(greeting) for rank, greeting in out.greetings.items()})
+            self._outbound[ticket_id] = out
+        except (TransferError, IncompatiblePeerError, ValueError) as error:
+            self._news.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
+
+    def _peer(self, greeting: bytes) -> Peer:
+        if greeting not in self._peers:
+            self._peers[greeting] = self._endpoint.connect(greeting)
+        return self._peers[greeting]
+
+    def _done(self, out: Outbound, sent: KVSent) -> None:
+        del self._outbound[out.ticket_id]
+        self._news.sent.append(sent)
+        if sent.error is not None:
+            self._forget_peers(out)
+
+    def _forget_peers(self, out: Outbound) -> None:
+        """A write has failed, or it was given up: whoever it was for is greeted anew next time, if nothing else is under way."""
+        busy = {greeting for other in self._outbound.values() for greeting in other.greetings.values()}
+        for greeting in out.greetings.values():
+            if greeting not in busy and greeting in self._peers:
+                self._endpoint.disconnect(self._peers.pop(greeting))
+
+
+class NoCourier:
+    """That of a rank of no pool."""
+
+    is_busy = False
+
+    def before(self, plan: StepPlan) -> None:
+        """Nothing is asked for."""
+
+    def after(self, plan: StepPlan) -> None:
+        """Nothing is sent."""
+
+    def poll(self) -> KVReport | None:
+        """Nothing happens."""
+        return None
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def side_of(config: RankConfig) -> Side:
+    """The side of a rank, in its own lane."""
+    layout: Layout = config.layout
+    return Side(layout, config.block_size, mesh.coords(layout, config.world_rank).attn_dp)

@@ -1,0 +1,140 @@
+"""One prompt on its way from this rank to those of a ticket, chunk by chunk as it is computed.
+
+    step      chunk 0        chunk 1        chunk 2
+    writes        └─ 0-511 ────┐ └─ 512-1023 ──┐ └─ 1024-1299 ──┐
+              ───────────────────────────────────────────→ exposed: after the last chunk, nothing is computed behind which
+                                                                    it could hide
+
+Where a reader stages, its run has a place for every copy of the map to it, in the map's order; a chunk has its place in that of
+its copy. Both sides know the map's order, so no place is negotiated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from actors.messages import KVSend, KVSent
+from actors.transfer.endpoint import KVEndpoint, Peer, Place, Sending, StagingFullError
+from actors.transfer.transport import TransferError
+from placement.handoff import Copy, Side, handoff, holdings
+from placement.handoff_pages import PageTable
+from placement.layout import Layout
+from placement.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Lot:
+    """A copy of the map that this rank sends, and where it begins in the run of its reader."""
+
+    copy: Copy
+    offset: int
+
+
+class Outbound:
+    """Sends this rank's lots of a ticket. `error` says why it stopped early, if it did."""
+
+    def __init__(self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, send: KVSend) -> None:
+        """Raises `ValueError` where the ticket and its layout do not agree."""
+        ticket = send.ticket
+        destination = Side(Layout.parse(ticket.layout), ticket.page_tokens, ticket.lane)
+        own = next(held for held in holdings(spec, source) if held.world_rank == world_rank)
+        self.ticket_id, self.sequence_id = ticket.ticket_id, send.sequence_id
+        self.error: str | None = None
+        self.blocks: list[int] = []
+        """Pages of the sequence here; whoever follows the plans adds to them."""
+        self._endpoint, self._ownership = endpoint, own.ownership
+        self._readers = {reader.world_rank: reader for reader in ticket.readers}
+        self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
+        self._lots = list(_lots(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint))
+        self._peers: dict[int, Peer] = {}
+        self._sent, self._tokens = ticket.first, ticket.tokens
+        self._ends_s = time.monotonic() + send.lease_s
+        self._under_way: list[Sending] = []
+        self._num_bytes, self._busy_s = 0, 0.0
+        self._busy_since = self._computed_at = 0.0
+        missing = sorted(self._tables.keys() - self._readers.keys())
+        if missing:
+            raise ValueError(f"the ticket for {ticket.layout} has no greeting of ranks {missing}")
+
+    @property
+    def greetings(self) -> dict[int, bytes]:
+        """Of the ranks that this one writes to."""
+        return {lot.copy.destination: self._readers[lot.copy.destination].greeting for lot in self._lots}
+
+    def connected(self, peers: dict[int, Peer]) -> None:
+        """Have them, by world rank, before the first `computed`."""
+        self._peers = peers
+
+    def computed(self, tokens: int) -> None:
+        """The first `tokens` tokens of the sequence are in this rank's pages."""
+        window = range(self._sent, min(tokens, self._tokens))
+        if not window or self.error is not None:
+            return
+        if time.monotonic() > self._ends_s:
+            self.stop("its lease is over")
+            return
+        self._sent = window.stop
+        self._computed_at = time.monotonic()
+        self._busy_since = self._busy_since if self._under_way else self._computed_at
+        try:
+            for lot in self._lots:
+                part = lot.copy.within(lot.copy.layers, window)
+                if part is not None:
+                    self._send(lot, part)
+        except (TransferError, ValueError) as error:
+            self.stop(str(error))
+
+    def stop(self, reason: str) -> None:
+        """Begin no more writes."""
+        self.error = self.error or reason
+
+    def look(self) -> KVSent | None:
+        """How it ended, once nothing is under way and nothing more is to come."""
+        self._under_way = [sending for sending in self._under_way if self._goes_on(sending)]
+        if self._busy_since and not self._under_way:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = 0.0
+        is_whole = self._sent == self._tokens
+        if self._under_way or not (is_whole or self.error is not None):
+            return None
+        exposed_s = time.monotonic() - self._computed_at if is_whole and self._num_bytes else 0.0
+        return KVSent(
+            ticket_id=self.ticket_id,
+            num_bytes=self._num_bytes,
+            busy_s=self._busy_s,
+            exposed_s=min(exposed_s, self._busy_s),
+            error=self.error,
+        )
+
+    def _goes_on(self, sending: Sending) -> bool:
+        try:
+            return not sending.is_done()
+        except TransferError as error:
+            self.stop(str(error))
+            return False
+
+    def _send(self, lot: Lot, part: Copy) -> None:
+        rank = part.destination
+        staged_at = self._readers[rank].staged_at
+        if staged_at is not None:
+            before = len(lot.copy.positions.within(range(part.positions.window.start)))
+            staged_at += lot.offset + before * self._endpoint.num_bytes(lot.copy) // len(lot.copy.positions)
+        table = PageTable(self._ownership, self.blocks)
+        arguments = (self._peers[rank], self.ticket_id, part, table)
+        try:
+            sending = self._endpoint.send(*arguments, Place(staged_at=staged_at), self._tables[rank])
+        except StagingFullError:  # the pages themselves are always there
+            sending = self._endpoint.send(*arguments, Place(staged_at=None), self._tables[rank])
+        self._under_way.append(sending)
+        self._num_bytes += self._endpoint.num_bytes(part)
+
+
+def _lots(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[Lot]:
+    """Those of one source, with where each begins among all that go to its destination."""
+    used: dict[int, int] = {}
+    for copy in copies:
+        if copy.source == world_rank:
+            yield Lot(copy, used.get(copy.destination, 0))
+        used[copy.destination] = used.get(copy.destination, 0) + endpoint.num_bytes(copy)

@@ -1,0 +1,115 @@
+"""A prefill and a decode replica in one process, with unlike layouts, and an ingress that goes between them.
+
+Real engines, ranks and couriers; bytes go over `actors.transfer.local`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from actors.assembly import Parts
+from actors.engine.config import EngineConfig, Pool
+from actors.engine.refusal import RequestRefused
+from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.transfer.courier import Courier
+from actors.transfer.local import LocalTransport, Switchboard
+from placement.layout import Layout
+from tests.inprocess import InProcess, in_process
+from tests.tiny_models import TinyModel
+
+_WAIT_S = 60.0
+
+
+@dataclass
+class Pools:
+    """Two replicas. `asked` and `told` may change what passes between them: a fault to be injected."""
+
+    prefill: InProcess
+    decode: InProcess
+    board: Switchboard
+    tickets: list[KVTicket] = field(default_factory=list)
+    asked: Callable[[GenerateRequest], None] = lambda request: None
+    """Called before the prefill side is asked; may raise `Lost`."""
+    told: Callable[[TokenEvent], TokenEvent | None] = lambda event: event
+    """What becomes of an event on its way to the decode side; None: it is lost."""
+
+    def submit(self, request: GenerateRequest) -> queue.Queue[TokenEvent]:
+        """The events of a request, which is handed over where the decode side gives a ticket."""
+        events: queue.Queue[TokenEvent] = queue.Queue()
+
+        def deliver(event: TokenEvent) -> None:
+            if event.ticket is not None:
+                self.tickets.append(event.ticket)
+                self._ask(request, event.ticket)
+            else:
+                events.put(event)
+
+        self.decode.engine.submit(request.model_copy(update={"reserves": True}), deliver)
+        return events
+
+    def run(self, request: GenerateRequest) -> TokenEvent:
+        return InProcess.finish(self.submit(request))
+
+    def _ask(self, request: GenerateRequest, ticket: KVTicket) -> None:
+        """What an ingress does with a ticket."""
+        with_ticket = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
+        try:
+            self.asked(with_ticket)
+            self.prefill.engine.submit(with_ticket, self._tell)
+        except Lost as lost:
+            self._tell(TokenEvent(request_id=ticket.ticket_id, finish="error", error=str(lost)))
+        except RequestRefused as refused:
+            self._tell(TokenEvent(request_id=ticket.ticket_id, finish="error", refused=refused.code, error=str(refused)))
+
+    def _tell(self, event: TokenEvent) -> None:
+        passed = self.told(event)
+        if passed is not None:
+            self.decode.engine.take(passed)
+
+    def wait_until_idle(self, timeout_s: float = _WAIT_S) -> None:
+        """Until no block of either side is held."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if all(_is_idle(side) for side in (self.prefill, self.decode)):
+                return
+            time.sleep(0.002)
+        raise AssertionError(f"blocks are still held: {[side.engine.stats() for side in (self.prefill, self.decode)]}")
+
+
+class Lost(Exception):
+    """The prefill side is gone, as far as an ingress can tell."""
+
+
+def _is_idle(side: InProcess) -> bool:
+    stats = side.engine.stats()
+    return stats.free_blocks + stats.cached_blocks == stats.total_blocks and stats.running == stats.waiting == 0
+
+
+@contextmanager
+def pools(
+    model: TinyModel, prefill: str, decode: str, prefill_config: EngineConfig, decode_config: EngineConfig, **settings: object
+) -> Iterator[Pools]:
+    """Replicas under two layouts. `settings`: of `Pool`, on both sides."""
+    board = Switchboard()
+    with (
+        in_process(model, prefill, *_side(board, "prefill", prefill, prefill_config, settings)) as one,
+        in_process(model, decode, *_side(board, "decode", decode, decode_config, settings)) as other,
+    ):
+        yield Pools(one, other, board)
+
+
+def _side(board: Switchboard, name: str, layout: str, config: EngineConfig, settings: dict[str, object]) -> tuple:
+    parsed = Layout.parse(layout)
+    pool = Pool.model_validate({"layout": parsed, "least_tokens": 1, **settings})
+
+    def attach(parts: Parts) -> Parts:
+        transport = LocalTransport(board, f"{name}{parts.config.world_rank}")
+        return replace(parts, courier=Courier.of(parts.config, parts.cache, transport, "local", "a" * 64))
+
+    return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach
