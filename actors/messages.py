@@ -72,8 +72,8 @@ class KVReader(Message):
 class KVTicket(Message):
     """Blocks that a decode pool has reserved for a prompt, and all that a prefill pool must know to fill them.
 
-    Positions ``[first, tokens)`` are wanted: those before are on the decode side already. `ticket_id` is also the id under which
-    the prefill pool runs the request.
+    Positions ``[first, tokens)`` are wanted: those before are on the decode side already. The prefill pool runs the request
+    under the ticket's id.
     """
 
     ticket_id: str

@@ -24,7 +24,6 @@ import heapq
 import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any
 
 from actors.engine.config import EngineConfig
 from actors.engine.draft import Draft, plan_of
@@ -195,7 +194,7 @@ class Scheduler:
         self.reservations.counts.fallen_back += 1
         sequence = made.sequence
         sequence.forget_ranks()
-        sequence.state, sequence.reserves = State.WAITING, False
+        sequence.state = State.WAITING
         sequence.preemptions += 1
         self.waiting.push_back_in(sequence)
 
@@ -235,7 +234,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             lane.take_in(sequence)
             self.counts.cache_hit_tokens += sequence.num_computed
-            if self.reservations.is_worth(sequence):
+            is_handed, sequence.reserves = self.reservations.is_worth(sequence), False  # once: preempted, it computes itself
+            if is_handed:
                 sequence.state = State.RESERVED
                 self.reservations.reserve(sequence, now)
                 continue
@@ -262,7 +262,7 @@ class Scheduler:
         self.counts.tokens_run += sum(row.count for row in plan.rows)
         return plan
 
-    def _hand_offs(self) -> dict[str, list[Any]]:
+    def _hand_offs(self) -> dict[str, object]:
         """What a plan says of hand-offs."""
         into, out = self.reservations, self.outgoing
         said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}

@@ -14,7 +14,7 @@ from actors.model.kv_caches import KVCaches
 from actors.transfer.compatibility import Compatibility, IncompatiblePeerError
 from actors.transfer.endpoint import KVEndpoint, Peer
 from actors.transfer.outbound import Outbound
-from actors.transfer.transport import Transport, TransferError
+from actors.transfer.transport import TransferError, Transport
 from placement import mesh
 from placement.handoff import Copy, Side, holdings
 from placement.handoff_pages import PageTable
@@ -37,8 +37,10 @@ class Courier:
 
     @classmethod
     def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> Courier:
-        """That of the rank of `config`. `name`: the transport's, with its version. Raises `ModelError` for a model whose KV cannot
-        be handed over."""
+        """That of the rank of `config`. `name`: the transport's, with its version.
+
+        Raises `ModelError` for a model whose KV cannot be handed over.
+        """
         held = next(each for each in holdings(config.spec, side_of(config)) if each.world_rank == config.world_rank)
         compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)
         return cls(config, KVEndpoint(transport, cache.parts[0], held, compatibility))
@@ -125,7 +127,7 @@ class Courier:
             self._forget_peers(out)
 
     def _forget_peers(self, out: Outbound) -> None:
-        """A write has failed, or it was given up: whoever it was for is greeted anew next time, if nothing else is under way."""
+        """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way."""
         busy = {greeting for other in self._outbound.values() for greeting in other.greetings.values()}
         for greeting in out.greetings.values():
             if greeting not in busy and greeting in self._peers:

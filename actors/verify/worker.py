@@ -10,7 +10,7 @@ import torch
 from actors.assembly import load_decoder, put_together
 from actors.connect import connect
 from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import ExpertReport, StepPlan, StepResult
+from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
 from actors.stepping import close_groups, run_plans
 from actors.verify.recorder import Recorder
 from actors.verify.wire import BYE, DONE, FAILED, PLAN, QUIT, READY, RECORDS, RESULT, START, TAKE, Start, pack_records
@@ -72,6 +72,9 @@ class _PipeLink:
 
     def send_experts(self, report: ExpertReport) -> None:
         """No plan asks here."""
+
+    def send_kv(self, report: KVReport) -> None:
+        """Nothing is handed over here."""
 
     def send_failure(self, reason: str) -> None:
         self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))

@@ -11,10 +11,11 @@ from actors.engine.config import EngineConfig
 from actors.engine.refusal import InvalidRequest
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.transfer.pages import copy_slots
-from placement.handoff import Copy, sequence_bytes
+from placement.handoff import Copy, Side, head_bytes
 from placement.handoff_pages import PageTable
 from placement.layout import Layout
 from tests.cpu.test_mixed_load import requests
+from tests.handoff_cases import kept
 from tests.inprocess import in_process
 from tests.pools import pools
 from tests.tiny_models import TinyModel, tiny
@@ -92,14 +93,9 @@ def test_tokens_equal_those_of_one_rank(at: int, prefill: str, decode: str) -> N
         both.wait_until_idle()
         into, out = both.decode.engine.stats().hand_offs, both.prefill.engine.stats().hand_offs
     assert (into.received, into.fallen_back, out.sent, out.failed) == (len(LENGTHS), 0, len(LENGTHS), 0)
-    copies = _destinations(name, decode)
-    assert out.sent_bytes == copies * sequence_bytes(spec, sum(LENGTHS), "float32")
-
-
-def _destinations(name: str, decode: str) -> int:
-    """How many ranks of a decode layout keep the same (layer, head, position); of all of it as many, in the layouts here."""
-    layout, spec = Layout.parse(decode), model_of(name).spec
-    return max(1, layout.tp // spec.num_kv_heads // layout.dcp) if layout.tp % spec.num_kv_heads == 0 else 1
+    there = Side(Layout.parse(decode), other_page)
+    units = sum(len(kept(spec, there, length)) for length in LENGTHS)
+    assert out.sent_bytes == units * head_bytes(spec, "float32")
 
 
 def test_pairs_are_as_many_as_they_should_be() -> None:
@@ -153,7 +149,7 @@ def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("cp=2", "attn_dp=2"), ("pp=2", "tp=3")])
 def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
     """Many at once, with aborts, preemptions on the decode side and prefixes that both sides share."""
-    model, work = tiny("llama3"), requests(100, seed=11)
+    model, work = tiny("llama3"), requests(60, seed=11)
     sizes = {"max_model_len": 96, "max_waiting_requests": 200}
     roomy = EngineConfig(block_size=4, num_blocks=400, max_batch_tokens=64, max_sequences=16, **sizes)
     with in_process(model, "", roomy) as replica:
@@ -173,7 +169,7 @@ def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
         both.wait_until_idle()
         stats = both.decode.engine.stats()
     assert stats.preemptions > 0
-    assert stats.hand_offs.received > 50
+    assert stats.hand_offs.received > 30
 
 
 def test_engines_of_no_pool_refuse_hand_offs() -> None:

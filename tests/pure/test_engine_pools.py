@@ -1,0 +1,349 @@
+"""Hand-offs as the scheduler sees them: who holds which blocks in every state, and which event comes when."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from actors.engine.config import EngineConfig, Pool
+from actors.engine.refusal import InvalidRequest, check_request
+from actors.engine.reservations import Stage
+from actors.engine.scheduler import Scheduler
+from actors.engine.sequence import Sequence
+from actors.messages import (
+    GenerateRequest,
+    KVReader,
+    KVReport,
+    KVSent,
+    KVTicket,
+    Sampled,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    TokenLogprob,
+)
+from placement.layout import Layout
+
+LEASE_S, GRACE_S = 10.0, 2.0
+
+
+def config(layout: str = "tp=2", **changes: Any) -> EngineConfig:
+    pool = Pool(layout=Layout.parse(layout), least_tokens=4, expected_tokens=6, lease_s=LEASE_S, grace_s=GRACE_S)
+    sizes = {"num_blocks": 8, "block_size": 4, "max_model_len": 32, "max_batch_tokens": 8, "max_sequences": 4}
+    return EngineConfig(**{**sizes, "pool": pool, **changes})
+
+
+def request(prompt_length: int = 10, **changes: Any) -> GenerateRequest:
+    return GenerateRequest(**{"request_id": "a", "prompt": list(range(prompt_length)), "max_tokens": 4, **changes})
+
+
+class Side:
+    """A scheduler with a clock, and what it has said."""
+
+    def __init__(self, settings: EngineConfig | None = None) -> None:
+        self.config = settings or config()
+        self.scheduler = Scheduler(self.config)
+        self.events: list[TokenEvent] = []
+        self.now = 0.0
+        self._order = itertools.count()
+
+    def add(self, item: GenerateRequest) -> None:
+        check_request(item, self.config)
+        self.scheduler.add(Sequence.of(item, self.config.block_size, self.now, next(self._order)))
+
+    def plan(self) -> StepPlan | None:
+        self.events += self.scheduler.reap(self.now)
+        plan = self.scheduler.schedule(self.now)
+        return None if plan is None else StepPlan.unpack(plan.pack())
+
+    def step(self, token: int = 7) -> StepPlan:
+        """Plan a step, and have the ranks run it."""
+        plan = self.plan()
+        assert plan is not None
+        logprob = TokenLogprob(token=token, logprob=-1.0)
+        sampled = [Sampled(sequence_id=row.sequence_id, token=token, logprob=logprob) for row in plan.rows if row.sample]
+        self.events += self.scheduler.update(StepResult(step=plan.step, sampled=sampled), self.now)
+        return plan
+
+    def tell(self, rank: int, **what: Any) -> None:
+        self.events += self.scheduler.hear(KVReport(world_rank=rank, **what), self.now)
+
+    def take(self, **what: Any) -> None:
+        self.events += self.scheduler.take(TokenEvent(request_id="a~0", **what))
+
+    def cancel(self, request_id: str = "a") -> None:
+        event = self.scheduler.cancel(request_id)
+        self.events += [] if event is None else [event]
+
+    @property
+    def held(self) -> int:
+        return sum(lane.pool.num_held for lane in self.scheduler.lanes)
+
+    def opened(self) -> KVTicket:
+        """Take a request up to its ticket."""
+        self.add(request(reserves=True))
+        [expect] = self.step().expects
+        for rank in range(2):
+            self.tell(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"hello", staged_at=rank)})
+        ticket = self.events.pop().ticket
+        assert ticket is not None
+        return ticket
+
+
+def ticket(**changes: Any) -> KVTicket:
+    fields = {"ticket_id": "a", "layout": "pp=2", "page_tokens": 4, "lane": 0, "blocks": [3, 1, 2], "first": 4, "tokens": 10}
+    return KVTicket(**{**fields, "rope_length": 10, "readers": [], "lease_s": LEASE_S, **changes})
+
+
+def test_blocks_are_reserved_for_the_prompt_and_expected_output_before_there_is_a_ticket() -> None:
+    side = Side()
+    side.add(request(reserves=True))
+    plan = side.step()
+    assert (plan.rows, plan.started) == ([], [])
+    [expect] = plan.expects
+    assert (expect.first, expect.tokens, len(expect.blocks)) == (0, 10, 4)  # 10 + 4 tokens in blocks of 4
+    assert (side.held, side.events) == (4, [])
+    side.tell(1, opened={"a~0": KVReader(world_rank=1, greeting=b"one")})
+    assert side.events == []
+    side.now = 3.0
+    side.tell(0, opened={"a~0": KVReader(world_rank=0, greeting=b"zero", staged_at=64)})
+    [event] = side.events
+    assert event.ticket is not None
+    assert (event.ticket.blocks, event.ticket.lease_s) == (expect.blocks, LEASE_S - 3.0)
+    assert [(each.world_rank, each.staged_at) for each in event.ticket.readers] == [(0, 64), (1, None)]
+    assert not event.is_empty
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["token", "rank 0", "rank 1"])))
+def test_it_runs_when_all_has_arrived_and_the_first_token_is_there(order: tuple[str, ...]) -> None:
+    side = Side()
+    side.opened()
+    for index, what in enumerate(order):
+        assert side.plan() is None, f"it runs after {order[:index]}"
+        if what == "token":
+            side.take(tokens=[5], logprobs=[TokenLogprob(token=5, logprob=-0.5)], cached_tokens=4)
+        else:
+            side.tell(int(what[-1]), arrived=["a~0"])
+    [event] = side.events
+    assert (event.request_id, event.tokens, event.cached_tokens, event.finish) == ("a", [5], 4, None)
+    plan = side.step()
+    assert [(start.tokens, start.prompt_length) for start in plan.started] == [([*range(10), 5], 10)]
+    assert [(row.start, row.count, len(row.new_blocks), row.sample) for row in plan.rows] == [(10, 1, 4, True)]
+    side.take(finish="handoff")
+    for _ in range(2):
+        side.step()
+    assert [event.tokens for event in side.events] == [[5], [7], [7], [7]]
+    assert side.events[-1].finish == "length"
+    assert (side.held, side.scheduler.num_live, side.scheduler.waits_for_others) == (0, 0, False)
+
+
+def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
+    side = Side()
+    side.add(request(reserves=True))
+    side.step()
+    side.cancel()
+    assert (side.held, [event.finish for event in side.events]) == (0, ["abort"])
+    plan = side.step()
+    assert plan.forgets == ["a~0"]
+    side.tell(0, opened={"a~0": KVReader(world_rank=0, greeting=b"late")}, arrived=["a~0"])
+    assert (len(side.events), side.scheduler.waits_for_others) == (1, False)
+
+
+@pytest.mark.parametrize("how", ["handoff", "abort", "deadline", "refused", "arrived", "lease"])
+def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -> None:
+    side = Side()
+    side.opened()
+    side.cancel()
+    assert side.events[-1].finish == "abort"
+    assert (side.held, side.scheduler.hand_off_stats().draining) == (4, 1)
+    if how == "refused":
+        side.take(finish="error", refused="engine_busy")
+    elif how == "arrived":
+        side.tell(0, arrived=["a~0"])
+        assert side.held == 4
+        side.tell(1, arrived=["a~0"])
+    elif how == "lease":
+        side.take(finish="error", error="lost")  # whoever was lost may still write
+        side.now = LEASE_S + GRACE_S - 0.1
+        assert (side.plan(), side.held) == (None, 4)
+        side.now += 0.2
+        side.events += side.scheduler.reap(side.now)
+        assert side.scheduler.hand_off_stats().outlived == 1
+    else:
+        side.take(finish=how)
+    assert (side.held, side.scheduler.waits_for_others) == (0, False)
+    plan = side.plan()
+    assert (plan.forgets if plan else []) == ([] if how == "arrived" else ["a~0"])
+    assert len(side.events) == 1
+
+
+@pytest.mark.parametrize("token_came", [False, True])
+@pytest.mark.parametrize("how", ["lost", "aborted", "refused", "late"])
+def test_a_prompt_that_does_not_come_is_computed_here(how: str, token_came: bool) -> None:
+    side = Side()
+    side.opened()
+    if token_came:
+        side.take(tokens=[5])
+    if how == "late":
+        side.now = LEASE_S
+    elif how == "refused":
+        side.take(finish="error", refused="engine_busy")
+    else:
+        side.take(finish="abort" if how == "aborted" else "error", error="why")
+    held_before = side.held
+    plan = side.step()
+    tokens = [*range(10), 5] if token_came else [*range(10)]
+    assert [start.tokens for start in plan.started] == [tokens]
+    assert held_before == (4 if how in ("late", "lost") else 0)  # the old ones, where somebody may write to them
+    assert side.held == held_before + 3
+    stats = side.scheduler.hand_off_stats()
+    assert (stats.fallen_back, stats.received, stats.reserved) == (1, 0, 0)
+
+
+def test_a_prompt_that_fell_back_ends_with_all_its_tokens() -> None:
+    side = Side()
+    side.opened()
+    side.take(tokens=[5])
+    side.take(finish="abort")
+    while side.scheduler.num_live:
+        side.step()
+    assert [event.tokens for event in side.events] == [[5], [7], [7], [7]]
+    assert (side.events[-1].finish, side.held) == ("length", 0)
+
+
+def test_what_comes_twice_or_late_changes_nothing() -> None:
+    side = Side()
+    side.opened()
+    side.take(tokens=[5])
+    side.take(tokens=[6])
+    for rank in (0, 0, 1):
+        side.tell(rank, arrived=["a~0"])
+    side.step()
+    side.take(tokens=[8], finish="abort")
+    side.tell(0, arrived=["a~0"])
+    assert [event.tokens for event in side.events] == [[5], [7]]
+
+
+def test_short_prompts_and_those_that_are_cached_are_computed_here() -> None:
+    side = Side()
+    side.add(request(3, reserves=True))
+    plan = side.step()
+    assert (plan.expects, len(plan.rows)) == ([], 1)
+
+
+def test_stages_only_move_forward() -> None:
+    side = Side()
+    side.opened()
+    [made] = side.scheduler.reservations
+    with pytest.raises(AssertionError, match="cannot go from OPEN to ASKED"):
+        made.move(Stage.ASKED)
+
+
+def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
+    side = Side()
+    side.add(request(ticket=ticket()))
+    first, second = side.step(), side.step()
+    [send] = first.sends
+    assert (send.sequence_id, send.ticket.first, second.sends) == (first.started[0].sequence_id, 4, [])
+    assert [(event.tokens, event.finish) for event in side.events] == [([7], None)]
+    assert (side.scheduler.num_live, side.held) == (0, 3)
+    side.tell(1, sent=[KVSent(ticket_id="a", num_bytes=100, busy_s=4.0, exposed_s=1.0)])
+    assert side.held == 3
+    side.tell(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
+    assert [event.finish for event in side.events] == [None, "handoff"]
+    stats = side.scheduler.hand_off_stats()
+    assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
+    assert (side.held, side.scheduler.lanes[0].pool.num_cached, side.scheduler.waits_for_others) == (0, 2, False)
+
+
+def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> None:
+    side = Side()
+    side.add(request(ticket=ticket()))
+    side.step()
+    plan = side.plan()
+    for rank in range(2):
+        side.tell(rank, sent=[KVSent(ticket_id="a")])
+    assert side.events == []
+    result = StepResult(step=plan.step, sampled=[Sampled(sequence_id=plan.rows[0].sequence_id, token=7)])
+    side.events += side.scheduler.update(result, side.now)
+    assert [(event.tokens, event.finish) for event in side.events] == [([7], None), ([], "handoff")]
+    assert side.held == 0
+
+
+@pytest.mark.parametrize("when", ["computing", "sending"])
+@pytest.mark.parametrize("how", ["cancel", "rank", "deadline"])
+def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> None:
+    side = Side()
+    side.add(request(ticket=ticket()))
+    side.step()
+    if when == "sending":
+        side.step()
+    waiting = [0, 1]
+    if how == "cancel":
+        side.cancel()
+    elif how == "rank":
+        side.tell(0, sent=[KVSent(ticket_id="a", error="the peer may be gone")])
+        waiting = [1]
+    elif when == "computing":
+        side.now = LEASE_S
+    else:
+        return  # ranks keep the lease of what they send by themselves
+    plan = side.step()
+    assert plan.forgets == ["a"]
+    assert (side.held, side.scheduler.num_live) == (3, 0)
+    assert not any(event.finish for event in side.events)
+    for rank in waiting:
+        side.tell(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
+    assert side.events[-1].finish == ("deadline" if how == "deadline" else "abort")
+    assert (side.held, side.scheduler.waits_for_others) == (0, False)
+
+
+def test_a_request_in_the_queue_ends_at_once() -> None:
+    side = Side()
+    side.add(request(ticket=ticket()))
+    side.cancel()
+    assert [event.finish for event in side.events] == ["abort"]
+    assert not side.scheduler.waits_for_others
+
+
+def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:
+    """A decode that needs a block takes none of those; with nobody else there it goes itself."""
+    side = Side(config(num_blocks=7, prefix_cache=False))
+    side.add(request(8, request_id="decoding", max_tokens=12))
+    side.step()
+    side.add(request(10, ticket=ticket(ticket_id="a"), request_id="a"))
+    for _ in range(8):
+        side.step()
+    assert (side.plan(), side.scheduler.counts.preemptions) == (None, 1)
+    assert [event.tokens for event in side.events if event.request_id == "a"] == [[7]]
+    assert side.held == 3  # those of the prompt, which nobody has sent
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (request(ticket=ticket(ticket_id="b")), "must be the request's own id, 'a'"),
+        (request(ticket=ticket(tokens=9)), "must be the end of a prompt of 10 tokens"),
+        (request(ticket=ticket(first=10)), "positions 10..10"),
+        (request(ticket=ticket(blocks=[1])), "in 1 blocks of 4"),
+        (request(max_tokens=0, ticket=ticket()), "with a ticket one token is sampled"),
+        (request(reserves=True, ticket=ticket()), "has a ticket, or asks for one"),
+    ],
+)
+def test_tickets_that_do_not_fit_are_refused(item: GenerateRequest, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        check_request(item, config())
+
+
+def test_lanes_hold_their_own_reservations() -> None:
+    side = Side(config("attn_dp=2", lanes=2))
+    for name in "ab":
+        side.add(request(request_id=name, reserves=True))
+    expects = side.step().expects
+    assert sorted(expect.lane for expect in expects) == [0, 1]
+    for expect in expects:
+        rank = expect.lane  # one rank a lane
+        side.tell(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"x")})
+    assert sorted(event.ticket.lane for event in side.events if event.ticket) == [0, 1]
