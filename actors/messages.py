@@ -219,12 +219,14 @@ class KVExpect(Message):
 
 
 class KVSend(Message):
-    """Send what `ticket` asks for of a sequence, as soon as it is computed; begin no write after `lease_s` seconds."""
+    """Send what `ticket` asks for of a sequence, as soon as it is computed; begin no write after `lease_s` seconds, and cut off
+    whoever is still being written to `grace_s` after that."""
 
     ticket: KVTicket
     lane: int
     sequence_id: int
     lease_s: float
+    grace_s: float
 
 
 class StepPlan(Message):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from actors.engine.refusal import RequestRefused
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
 from actors.transfer.courier import Courier
 from actors.transfer.local import LocalTransport, Switchboard
+from actors.transfer.transport import Transport
 from placement.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel
@@ -28,7 +30,7 @@ _WAIT_S = 60.0
 
 @dataclass
 class Pools:
-    """Two replicas. `asked` and `told` may change what passes between them: a fault to be injected."""
+    """Two replicas. `asked`, `told` and `heard` may change what passes between them, or act on it: a fault to be injected."""
 
     prefill: InProcess
     decode: InProcess
@@ -38,12 +40,15 @@ class Pools:
     """Called before the prefill side is asked; may raise `Lost`."""
     told: Callable[[TokenEvent], TokenEvent | None] = lambda event: event
     """What becomes of an event on its way to the decode side; None: it is lost."""
+    heard: Callable[[TokenEvent], None] = lambda event: None
+    """Called with each event that the decode side tells."""
 
     def submit(self, request: GenerateRequest) -> queue.Queue[TokenEvent]:
         """The events of a request, which is handed over where the decode side gives a ticket."""
         events: queue.Queue[TokenEvent] = queue.Queue()
 
         def deliver(event: TokenEvent) -> None:
+            self.heard(event)
             if event.ticket is not None:
                 self.tickets.append(event.ticket)
                 self._ask(request, event.ticket)
@@ -93,23 +98,32 @@ def _is_idle(side: InProcess) -> bool:
 
 @contextmanager
 def pools(
-    model: TinyModel, prefill: str, decode: str, prefill_config: EngineConfig, decode_config: EngineConfig, **settings: object
+    model: TinyModel,
+    prefill: str,
+    decode: str,
+    prefill_config: EngineConfig,
+    decode_config: EngineConfig,
+    transport: Callable[[Switchboard, str], Transport] = LocalTransport,
+    **settings: object,
 ) -> Iterator[Pools]:
-    """Replicas under two layouts. `settings`: of `Pool`, on both sides."""
+    """Replicas under two layouts. `settings`: of `Pool`, on both sides; `transport` makes those of ranks."""
     board = Switchboard()
+    make = partial(transport, board)
     with (
-        in_process(model, prefill, *_side(board, "prefill", prefill, prefill_config, settings)) as one,
-        in_process(model, decode, *_side(board, "decode", decode, decode_config, settings)) as other,
+        in_process(model, prefill, *_side(make, "prefill", prefill, prefill_config, settings)) as one,
+        in_process(model, decode, *_side(make, "decode", decode, decode_config, settings)) as other,
     ):
         yield Pools(one, other, board)
 
 
-def _side(board: Switchboard, name: str, layout: str, config: EngineConfig, settings: dict[str, object]) -> tuple:
+def _side(
+    make: Callable[[str], Transport], name: str, layout: str, config: EngineConfig, settings: dict[str, object]
+) -> tuple[EngineConfig, torch.dtype, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
     pool = Pool.model_validate({"layout": parsed, "least_tokens": 1, **settings})
 
     def attach(parts: Parts) -> Parts:
-        transport = LocalTransport(board, f"{name}{parts.config.world_rank}")
+        transport = make(f"{name}{parts.config.world_rank}")
         return replace(parts, courier=Courier.of(parts.config, parts.cache, transport, "local", "a" * 64))
 
     return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach

@@ -78,7 +78,13 @@ class Outgoings:
     def begin(self, sequence: Sequence, ticket: KVTicket, now: float) -> None:
         """Have the ranks send what they compute of a sequence that starts now."""
         lease_s = max(0.0, sequence.arrival_s + ticket.lease_s - now)
-        send = KVSend(ticket=ticket, lane=sequence.lane, sequence_id=sequence.sequence_id, lease_s=lease_s)
+        send = KVSend(
+            ticket=ticket,
+            lane=sequence.lane,
+            sequence_id=sequence.sequence_id,
+            lease_s=lease_s,
+            grace_s=self._pool.grace_s / 2,  # well before the decode side takes its blocks back
+        )
         self.sends.append(send)
         self._open[ticket.ticket_id] = Outgoing(
             ticket_id=ticket.ticket_id,

@@ -127,10 +127,11 @@ class Courier:
             self._forget_peers(out)
 
     def _forget_peers(self, out: Outbound) -> None:
-        """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way."""
+        """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way to it. One
+        that did not end in time is ended so, and with it whatever else is."""
         busy = {greeting for other in self._outbound.values() for greeting in other.greetings.values()}
         for greeting in out.greetings.values():
-            if greeting not in busy and greeting in self._peers:
+            if greeting in self._peers and (out.is_cut or greeting not in busy):
                 self._endpoint.disconnect(self._peers.pop(greeting))
 
 

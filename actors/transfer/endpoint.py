@@ -122,6 +122,10 @@ class Sending:
             self._release()
         return done
 
+    def abandon(self) -> None:
+        """Wait for it no longer. The peer must be disconnected before anything else is staged."""
+        self._release()
+
     def _release(self) -> None:
         if self._staged_at is not None:
             self._staging.release(self._staged_at)

@@ -46,7 +46,7 @@ class LocalTransfer:
 
     def arrive(self) -> None:
         reader = self._writer.board.transports.get(self._peer)
-        if reader is None:
+        if reader is None or not self._writer.knows(self._peer):
             self._state = "lost"
             return
         for pool, offset, peer_pool, peer_offset, length in self._ranges.table.tolist():
@@ -96,6 +96,10 @@ class LocalTransport:
         transfer = LocalTransfer(self, peer, ranges, tag)
         self.board.begin(transfer)
         return transfer
+
+    def knows(self, peer: str) -> bool:
+        """Whether it is connected to a peer."""
+        return peer in self._peers
 
     def told(self, notice: Notice) -> None:
         """Take a notice; the writer's thread calls this."""

@@ -51,6 +51,9 @@ class Outbound:
         self._peers: dict[int, Peer] = {}
         self._sent, self._tokens = ticket.first, ticket.tokens
         self._ends_s = time.monotonic() + send.lease_s
+        self._cut_s = self._ends_s + send.grace_s
+        self.is_cut = False
+        """Whether writes were still under way when they had to have ended: their readers must be cut off."""
         self._under_way: list[Sending] = []
         self._num_bytes, self._busy_s = 0, 0.0
         self._busy_since = self._computed_at = 0.0
@@ -93,6 +96,12 @@ class Outbound:
     def look(self) -> KVSent | None:
         """How it ended, once nothing is under way and nothing more is to come."""
         self._under_way = [sending for sending in self._under_way if self._goes_on(sending)]
+        if self._under_way and time.monotonic() > self._cut_s:
+            self.stop(f"{len(self._under_way)} writes have not ended")
+            self.is_cut = True
+            for sending in self._under_way:
+                sending.abandon()
+            self._under_way = []
         if self._busy_since and not self._under_way:
             self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = 0.0

@@ -133,6 +133,17 @@ def test_prompt_logprobs_come_from_the_prefill_side() -> None:
         assert (ours.token, ours.logprob) == (theirs.token, pytest.approx(theirs.logprob, abs=1e-4))
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2,ep=2", "attn_dp=2,ep=2"), ("attn_dp=2,ep=2", "pp=2")])
+def test_a_model_with_experts(prefill: str, decode: str) -> None:
+    """Plans without rows, which only say what to expect, run past experts of all lanes."""
+    with in_process(tiny("mixtral"), "", config(16)) as replica:
+        expected = [replica.run(greedy(length)).tokens for length in LENGTHS]
+    with pools(tiny("mixtral"), prefill, decode, config(16), config(16)) as both:
+        waiting = [both.submit(greedy(length)) for length in LENGTHS]
+        assert [both.decode.finish(events).tokens for events in waiting] == expected
+        assert both.decode.engine.stats().hand_offs.received == len(LENGTHS)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 4])
 def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
     first = alone("gqa")["r33"].tokens[0]

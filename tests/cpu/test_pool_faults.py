@@ -1,0 +1,240 @@
+"""Faults at every state of a hand-off, on either side: nothing hangs, nothing leaks, and what is answered is right."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import msgpack
+import pytest
+import torch
+
+from actors.engine.config import EngineConfig
+from actors.engine.refusal import EngineBusy
+from actors.messages import GenerateRequest, KVReader, SamplingParams, TokenEvent
+from actors.transfer.local import LocalTransfer, LocalTransport, Switchboard
+from actors.transfer.transport import Ranges, TransferError
+from tests.inprocess import in_process
+from tests.pools import Lost, Pools, pools
+from tests.tiny_models import tiny
+
+torch.set_num_threads(1)
+
+LEASE_S, GRACE_S = 1.5, 0.6
+CONFIG = EngineConfig(
+    block_size=4,
+    num_blocks=96,
+    max_model_len=96,
+    max_batch_tokens=64,
+    max_sequences=12,
+    max_chunk_tokens=24,
+    max_waiting_requests=999,
+)
+FAULTS = (
+    "none",
+    "refused",
+    "lost before it was asked",
+    "lost after it was asked",
+    "lost after the first token",
+    "an event comes twice",
+    "cancelled at once",
+    "cancelled at the ticket",
+    "cancelled at the first token",
+    "cancelled at the second token",
+    "prefill cancelled at once",
+    "prefill cancelled at the first token",
+    "a write cannot be begun",
+    "a write is lost",
+    "a write never ends",
+    "greetings of another model",
+    "a short deadline",
+)
+CANCELLED = tuple(fault for fault in FAULTS if fault.startswith("cancelled"))
+
+
+class Stuck:
+    """A write that never ends."""
+
+    def is_done(self) -> bool:
+        return False
+
+
+class Torn:
+    """A write that breaks off."""
+
+    def is_done(self) -> bool:
+        raise TransferError("it broke off")
+
+
+class FaultyTransport(LocalTransport):
+    """Writes as the fault in a ticket's name wants it, on its way from the prefill side."""
+
+    def __init__(self, board: Switchboard, name: str) -> None:
+        super().__init__(board, name)
+
+    def write(self, peer: str, ranges: Ranges, tag: bytes) -> LocalTransfer | Stuck | Torn:
+        fault = fault_of(msgpack.unpackb(tag)["name"])
+        if fault == "a write cannot be begun":
+            raise TransferError("it cannot be begun")
+        if fault == "a write is lost":
+            return Torn()
+        return Stuck() if fault == "a write never ends" else super().write(peer, ranges, tag)
+
+
+def fault_of(name: str) -> str:
+    """Requests are called ``7:fault``, tickets ``7:fault~7``."""
+    return name.split(":")[1].split("~")[0]
+
+
+class Injector:
+    """Stands between the two sides."""
+
+    def __init__(self, both: Pools) -> None:
+        self._both, self._tokens = both, Counter[str]()
+        both.asked, both.told, both.heard = self.asked, self.told, self.heard
+
+    def heard(self, event: TokenEvent) -> None:
+        fault, cancel = fault_of(event.request_id), self._both.decode.engine.cancel
+        self._tokens[event.request_id] += len(event.tokens)
+        if fault == "cancelled at the ticket" and event.ticket is not None:
+            cancel(event.request_id)
+        places = {"cancelled at the first token": 1, "cancelled at the second token": 2}
+        if event.tokens and self._tokens[event.request_id] == places.get(fault):
+            cancel(event.request_id)
+
+    def asked(self, request: GenerateRequest) -> None:
+        fault = fault_of(request.request_id)
+        if fault == "refused":
+            raise EngineBusy("requests", 5, 5)
+        if fault == "lost before it was asked":
+            raise Lost("it died")
+
+    def told(self, event: TokenEvent) -> TokenEvent | None:
+        fault, prefill = fault_of(event.request_id), self._both.prefill.engine
+        if fault == "lost after it was asked" or (fault == "lost after the first token" and event.finish):
+            return None
+        if fault == "an event comes twice":
+            self._both.decode.engine.take(event)
+        if fault == "prefill cancelled at the first token" and event.tokens:
+            prefill.cancel(event.request_id)
+        return event
+
+
+def request(number: int, fault: str) -> GenerateRequest:
+    draw = random.Random(number)
+    prompt = [draw.randrange(101) for _ in range(draw.choice([3, 9, 16, 30, 60]))]
+    return GenerateRequest(
+        request_id=f"{number}:{fault}",
+        prompt=prompt,
+        max_tokens=draw.randint(2, 6),
+        sampling=SamplingParams(temperature=draw.choice([0.0, 1.0]), seed=number),
+        timeout_s=0.05 if fault == "a short deadline" else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, list[int]]:
+    with in_process(tiny("llama3", num_hidden_layers=2), "", CONFIG.model_copy(update={"num_blocks": 900})) as replica:
+        waiting = {number: replica.submit(request(number, "none")) for number in range(500)}
+        return {number: replica.finish(events).tokens for number, events in waiting.items()}
+
+
+def spoil_greetings(both: Pools) -> None:
+    """Tickets of some requests go to the prefill side as from ranks of another model."""
+    submit = both.prefill.engine.submit
+
+    def spoilt(item: GenerateRequest, deliver: object) -> None:
+        if item.ticket is not None and fault_of(item.request_id) == "greetings of another model":
+            readers = [KVReader(world_rank=each.world_rank, greeting=_other(each.greeting)) for each in item.ticket.readers]
+            item = item.model_copy(update={"ticket": item.ticket.model_copy(update={"readers": readers})})
+        submit(item, deliver)
+        if item.ticket is not None and fault_of(item.request_id) == "prefill cancelled at once":
+            both.prefill.engine.cancel(item.request_id)
+
+    both.prefill.engine.submit = spoilt
+
+
+def _other(greeting: bytes) -> bytes:
+    said = msgpack.unpackb(greeting)
+    said["compatibility"]["model_digest"] = "b" * 64
+    return msgpack.packb(said)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "seed"), [("tp=2", "pp=2", 0), ("", "tp=2", 1)])
+def test_three_hundred_requests_with_faults_at_every_state(
+    expected: dict[int, list[int]], prefill: str, decode: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    faults = [draw.choice(FAULTS) for _ in range(300)]
+    model = tiny("llama3", num_hidden_layers=2)
+    settings = {"lease_s": LEASE_S, "grace_s": GRACE_S, "expected_tokens": 4}
+    with pools(model, prefill, decode, CONFIG, CONFIG, FaultyTransport, **settings) as both:
+        Injector(both)
+        spoil_greetings(both)
+        waiting = {}
+        for number, fault in enumerate(faults):
+            item = request(number, fault)
+            waiting[number] = both.submit(item)
+            if fault == "cancelled at once":
+                both.decode.engine.cancel(item.request_id)
+        began = time.monotonic()
+        for number, events in waiting.items():
+            check(number, faults[number], both.decode.finish(events), expected[number])
+        assert time.monotonic() - began < 60
+        both.wait_until_idle(2 * (LEASE_S + GRACE_S) + 5)
+        stats = both.decode.engine.stats().hand_offs
+        assert (stats.reserved, stats.draining, both.prefill.engine.stats().hand_offs.sending) == (0, 0, 0)
+        assert stats.fallen_back > 50
+        assert stats.received > 30
+        assert stats.outlived > 10
+        assert both.prefill.engine.stats().hand_offs.failed > 50
+        before = stats.received
+        waiting = {number: both.submit(request(number, "none")) for number in range(300, 400)}
+        for number, events in waiting.items():
+            check(number, "none", both.decode.finish(events), expected[number])
+        both.wait_until_idle()
+        assert both.decode.engine.stats().hand_offs.received - before > 90
+
+
+def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
+    """Tokens as they should be; an early end only where it was asked for."""
+    early = ("abort",) if fault in CANCELLED else ("deadline",) if fault == "a short deadline" else ()
+    assert found.finish in ("length", *early), (number, fault, found)
+    assert found.tokens == (right if found.finish == "length" else right[: len(found.tokens)]), (number, fault)
+
+
+@pytest.mark.parametrize("when", ["computing", "sending"])
+def test_a_prefill_replica_that_dies_costs_time_only(expected: dict[int, list[int]], when: str) -> None:
+    """Its engine ends; later requests find it down."""
+    settings = {"lease_s": LEASE_S, "grace_s": GRACE_S}
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, **settings) as both:
+        if when == "computing":
+            both.asked = lambda item: both.prefill.engine.fail("killed") if item.request_id.startswith("9:") else None
+        else:
+            both.told = lambda event: (both.prefill.engine.fail("killed"), event)[1] if event.request_id[0] == "9" else event
+        waiting = {number: both.submit(request(number, "none")) for number in range(20)}
+        for number, events in waiting.items():
+            check(number, "none", both.decode.finish(events), expected[number])
+        stats = both.decode.engine.stats().hand_offs
+        assert stats.fallen_back > 0
+        deadline = time.monotonic() + LEASE_S + GRACE_S + 5
+        while both.decode.engine.stats().hand_offs.draining:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        held = both.decode.engine.stats()
+        assert held.free_blocks + held.cached_blocks == held.total_blocks
+
+
+def test_a_decode_replica_that_dies_frees_the_prefill_side() -> None:
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, lease_s=LEASE_S, grace_s=GRACE_S) as both:
+        both.asked = lambda item: both.decode.engine.fail("killed") if item.request_id.startswith("9:") else None
+        waiting = {number: both.submit(request(number, "none")) for number in range(12)}
+        for events in waiting.values():
+            assert both.decode.finish(events).finish in ("length", "error")
+        deadline = time.monotonic() + LEASE_S + GRACE_S + 5
+        while both.prefill.engine.stats().hand_offs.sending or both.prefill.engine.stats().running:
+            assert time.monotonic() < deadline, both.prefill.engine.stats()
+            time.sleep(0.01)
+        held = both.prefill.engine.stats()
+        assert held.free_blocks + held.cached_blocks == held.total_blocks
