@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
+from serve_app.render_command import RenderArgs, render
 from tests.hosts.box import need_hosts
-from tests.hosts.up_cluster import UpCluster, healthy, slots, up_cluster, wait_until
+from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, wait_until
 from tests.ray.streaming import Stream, body
 from tests.tiny_models import tiny
 
@@ -73,10 +75,45 @@ def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) 
         assert sorted(replica["node"] for replica in replicas(cluster)) == sorted(before.values())
 
 
+def test_a_deployed_file_serves_on_every_worker_and_outlives_its_controller(cluster: UpCluster) -> None:
+    """The Serve file of the KubeRay target, with which the head is not needed for answers."""
+    model = str(tiny("llama3", max_position_embeddings=2**16).folder)
+    with cluster.deployed(serve_file(model, "tp=2,replicas=2")):
+        urls = [f"http://{host.address}:{PORT}" for host in cluster.workers]
+        for url in urls:
+            wait_until(
+                lambda url=url: healthy(url), 120, lambda url=url: f"{url} is not healthy: {cluster.shardwright('status')}"
+            )
+        assert [each["state"] for each in replicas(cluster)] == ["RUNNING"] * 2
+        before = {each["id"] for each in replicas(cluster)}
+        streams = [Stream(url, body([index, 8], 400)) for index in range(25) for url in urls]
+        for stream in streams:
+            stream.wait_for(1)
+        cluster.made.run(cluster.head, "pkill -KILL -f '^ray::ServeController'")
+        cluster.made.run(cluster.workers[1], "pkill -KILL -f '^ray::ProxyActor'")
+        for stream in streams[::2]:
+            assert len(stream.finish().tokens) == 400, "the other proxy's streams finish"
+        for stream in streams[1::2]:
+            stream.finish()
+        for url in urls:
+            wait_until(lambda url=url: healthy(url), 60, lambda url=url: f"{url} does not come back")
+        wait_until(lambda: {each["id"] for each in replicas(cluster)} == before, 60, lambda: json.dumps(replicas(cluster)))
+
+
 def test_down_ends_the_head(cluster: UpCluster) -> None:
     """The last of this file: nothing is left of the cluster but workers, which end when they find no head."""
     cluster.down()
     assert cluster.made.run(cluster.head, "pgrep -c 'gcs_server|raylet' || true").strip() == "0"
+
+
+def serve_file(model: str, layout: str) -> str:
+    """What `render --target kuberay` puts into the service."""
+    args = RenderArgs.model_validate({"model": model, "layout": layout, "target": "kuberay", "slots": 2, "memory": "4GiB"})
+    [service] = render(args)["service.yaml"]
+    config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
+    more = {"dtype": "float32", "max_model_len": 1000, "kv_bytes": "256MiB", "threads_per_rank": 1}
+    config["applications"][0]["args"] |= more
+    return yaml.safe_dump(config)
 
 
 def replicas(cluster: UpCluster) -> list[dict[str, Any]]:

@@ -61,6 +61,18 @@ class UpCluster:
             self.made.run(self.head, "pkill -INT -x shardwright || true")  # in the host's own process namespace
             process.wait(60)
 
+    @contextmanager
+    def deployed(self, config: str) -> Iterator[None]:
+        """A Serve file, put on the cluster with Serve's own command; nothing of Serve is left after the block."""
+        file = self.made.folder / "serve.yaml"
+        file.write_text(config)
+        self.made.run(self.head, f"{_ON} serve shutdown -y -a http://127.0.0.1:8265")
+        self.made.run(self.head, f"{_ON} serve deploy -a http://127.0.0.1:8265 {file}")
+        try:
+            yield
+        finally:
+            self.made.run(self.head, f"{_ON} serve shutdown -y -a http://127.0.0.1:8265")
+
     def down(self) -> str:
         """``ray down``: what it printed."""
         done = self.made.launch("ray", "down", "-y", str(self.config), timeout_s=120)

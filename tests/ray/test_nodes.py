@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from placement.hardware import ClusterSpec
-from tests.ray.server import run, serving
+from tests.ray.server import Server, run, serving, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
@@ -107,3 +107,25 @@ def test_impossible_is_told_at_once_and_busy_waits() -> None:
     assert 2 <= float(told["busy"][0]) < 10
     assert "the cluster is busy" in told["busy"][1]
     assert told["freed"] == ["(0, 0, 1, 1)"]
+
+
+def test_engines_that_start_together_do_not_meet() -> None:
+    """Four pipelines over the same two nodes at the same instant, twice: each store is its own, no port was guessed."""
+    options = ["--layout", "pp=2,replicas=4", "--dtype", "float32", "--nodes", "2x4", "--threads", "1", "--kv-bytes", "64MiB"]
+    with serving(str(tiny("llama3").folder), *options) as server:
+        first = server.ranks()
+        assert len(first) == 8
+        before = [asked(server, seed) for seed in range(8)]
+        for rank in first:
+            rank.kill()
+        wait_until(lambda: len([rank for rank in server.ranks() if rank not in first]) == 8, 60, lambda: f"{server.ranks()}")
+        wait_until(lambda: len(server.gauges()) == 4 and server.health() == 200, 60, lambda: f"{server.gauges()}")
+        again = server.ranks()
+        assert [asked(server, seed) for seed in range(8)] == before
+        assert server.ranks() == again, "no second try"
+
+
+def asked(server: Server, seed: int) -> list[int]:
+    """Tokens of one answer."""
+    tokens: list[int] = server.post("/v1/completions", body([seed + 1, 2], 6))["choices"][0]["token_ids"]
+    return tokens
