@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from cluster.discover import available, discover
 from cluster.local import NAMESPACE
 from cluster.settings import ReplicaSettings
-from cluster.topology import free_slots
+from cluster.topology import RAY_DOMAIN, domain_slots, free_slots
 from placement.bundles import Bundle, bundle_of, bundles, impossible
 from placement.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.hardware import ClusterSpec
@@ -164,12 +164,13 @@ def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, seating
 
 
 def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGroup:
-    """Tells Ray, and with it an autoscaler, what is missing: in one fast domain where those have names, a node for each stage
-    where there are several."""
-    domains = {node.domain for node in discover(settings.device).nodes} - {None}
-    spread = "SPREAD" if settings.layout.pp > 1 else "PACK"
-    topology = {NODE_ID: spread, "ray.io/gpu-domain": "STRICT_PACK"} if domains else {NODE_ID: spread}
-    group: PlacementGroup = placement_group([dict(bundle) for bundle in wanted], topology_strategy=topology)
+    """Tells Ray, and with it an autoscaler, what is missing: in one fast domain where Ray knows one that is large enough, a
+    node for each stage where there are several."""
+    largest = max(domain_slots(ray.nodes(), settings.device).values(), default=0)
+    strategy = {NODE_ID: "SPREAD" if settings.layout.pp > 1 else "PACK"}
+    if largest >= settings.layout.world:
+        strategy[RAY_DOMAIN] = "STRICT_PACK"
+    group: PlacementGroup = placement_group([dict(bundle) for bundle in wanted], topology_strategy=strategy)
     return group
 
 

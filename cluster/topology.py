@@ -13,7 +13,8 @@ from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 NAME_LABEL = "shardwright/name"
 """What a node is to be called; its address, unless given."""
 
-DOMAIN_LABELS = ("ray.io/gpu-domain", "gpu-domain", "nvidia.com/gpu.clique")
+RAY_DOMAIN = "ray.io/gpu-domain"
+DOMAIN_LABELS = (RAY_DOMAIN, "gpu-domain", "nvidia.com/gpu.clique")
 RACK_LABELS = ("rack", "topology.kubernetes.io/rack")
 ZONE_LABELS = ("ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
@@ -44,8 +45,19 @@ def head_of(nodes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def free_slots(cluster: ClusterSpec, available: Mapping[str, Mapping[str, float]], device: Device) -> list[int]:
-    """Slots of each node that nobody has now; `available`: free resources by node id."""
-    return [int(available.get(node.id, {}).get(resource_of(device), 0)) for node in cluster.nodes]
+    """Slots of each node that nobody has now; `available`: free resources by node id. A rank on a GPU needs a CPU as well."""
+    wanted = {resource_of(device), "CPU"}
+    return [int(min(available.get(node.id, {}).get(resource, 0) for resource in wanted)) for node in cluster.nodes]
+
+
+def domain_slots(nodes: Sequence[Mapping[str, Any]], device: Device) -> dict[str, int]:
+    """Slots of each domain that is named by the label Ray itself knows."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        name = (node.get("Labels") or {}).get(RAY_DOMAIN)
+        if node["Alive"] and name:
+            found[name] += int(node["Resources"].get(resource_of(device), 0))
+    return dict(found)
 
 
 def with_links(cluster: ClusterSpec, links: Sequence[NodeLink], inside: Mapping[str, Link]) -> ClusterSpec:

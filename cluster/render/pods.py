@@ -95,15 +95,13 @@ def _mounts() -> list[dict[str, Any]]:
         {"name": "shm", "mountPath": _SHM},
         {"name": "models", "mountPath": MODELS},
         {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
-        {"name": "logs", "mountPath": "/tmp/ray"},
     ]
 
 
 def _volumes(shm_bytes: int, claim: str, keys: str) -> list[dict[str, Any]]:
-    """Shared memory counts against the memory of the pod."""
+    """Shared memory counts against the memory of the pod. Ray's own folder is left to the operator, whose autoscaler reads it."""
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_bytes // 2**20}Mi"}},
         {"name": "models", "persistentVolumeClaim": {"claimName": claim}},
         {"name": "keys", "secret": {"secretName": keys, "optional": True}},
-        {"name": "logs", "emptyDir": {"sizeLimit": "20Gi"}},
     ]

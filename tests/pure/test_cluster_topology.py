@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.topology import cluster_of, device_link, free_slots, head_of, slotless, with_links
+from cluster.topology import cluster_of, device_link, domain_slots, free_slots, head_of, slotless, with_links
 from placement.cluster_text import as_text
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
@@ -50,6 +50,8 @@ def test_nodes_are_read_with_their_domains_in_the_order_of_their_names() -> None
     assert slotless(nodes, "cpu") == ["id-10.0.0.1-0"]
     assert head_of(nodes) == "id-10.0.0.1-0"
     assert free_slots(cpu, {"id-10.0.0.10-0": {"CPU": 2.0}}, "cpu") == [0, 0, 2]
+    assert free_slots(cuda, {gpu.id: {"GPU": 8.0, "CPU": 3.0}}, "cuda") == [0, 3, 0], "a rank on a GPU needs a CPU as well"
+    assert domain_slots(nodes, "cuda") == {"d1": 8}
 
 
 def test_nodes_of_one_address_are_told_apart() -> None:
