@@ -99,7 +99,7 @@ def _mounts() -> list[dict[str, Any]]:
 
 
 def _volumes(shm_bytes: int, claim: str, keys: str) -> list[dict[str, Any]]:
-    """Shared memory counts against the memory of the pod. Ray's own folder is left to the operator, whose autoscaler reads it."""
+    """Shared memory counts against the memory of the pod. Ray's own folder is the operator's."""
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_bytes // 2**20}Mi"}},
         {"name": "models", "persistentVolumeClaim": {"claimName": claim}},
