@@ -36,6 +36,7 @@ from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.runner import Runner
 from actors.sampler import Sampler
+from actors.tiers.librarian import Librarian, NoLibrarian
 from actors.transfer.courier import Courier, NoCourier
 from actors.transfer.nixl_transport import NixlTransport, nixl_version
 from placement import mesh, sequence_parallel, shards
@@ -70,6 +71,7 @@ class Parts:
     runner: StepRunner
     experts: ExpertKeeper | NoExperts
     courier: Courier | NoCourier
+    librarian: Librarian | NoLibrarian
 
 
 def own_shard(config: RankConfig) -> Shard:
@@ -104,7 +106,9 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     place = Place.of(config.layout, at, config.block_size)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, _courier(config, cache))
+    courier = _courier(config, cache)
+    librarian = NoLibrarian() if config.tiers is None else Librarian(config, cache, config.tiers)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, courier, librarian)
 
 
 def _courier(config: RankConfig, cache: KVCaches) -> Courier | NoCourier:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from actors.tiers.settings import TierSettings
 from placement.layout import Layout
 from placement.model_spec import DType, ModelSpec
 
@@ -26,6 +27,8 @@ class RankConfig(BaseModel):
     block_size: int
     in_pool: bool = False
     """Whether it hands KV over to ranks of other replicas or takes it from them."""
+    tiers: TierSettings | None = None
+    """What stands behind its pages; None: nothing."""
     threads: int | None = None
     """CPU threads of the maths in this rank; None shares the node's cores evenly."""
 

@@ -230,7 +230,8 @@ class KVSend(Message):
 
 
 class StepPlan(Message):
-    """What every rank does next. Applied in this order: `forgets`, `expects`, `sends`, `moves`, `ended`, `started`, `rows`."""
+    """What every rank does next. Applied in this order: `saves`, `fetches`, `expects`, `sends`, `forgets`, `moves`, `ended`,
+    `started`, `rows`."""
 
     step: int
     moves: list[ExpertMove] = Field(default_factory=list)
@@ -245,6 +246,8 @@ class StepPlan(Message):
     sends: list[KVSend] = Field(default_factory=list)
     forgets: list[str] = Field(default_factory=list)
     """Tickets given up: nothing more is sent, or expected, for them."""
+    saves: list[KVSave] = Field(default_factory=list)
+    fetches: list[KVFetch] = Field(default_factory=list)
     rows: list[Row]
 
     def new_lens(self, lanes: int) -> list[list[int]]:
@@ -259,7 +262,7 @@ class StepPlan(Message):
     @property
     def is_work(self) -> bool:
         """Whether it holds anything that ranks must hear of now."""
-        return bool(self.rows or self.expects or self.forgets)
+        return bool(self.rows or self.expects or self.forgets or self.saves or self.fetches)
 
 
 class LayerReport(Message):
@@ -286,6 +289,25 @@ class ExpertReport(Message):
     move_s: float
 
 
+class KVSave(Message):
+    """Put away the blocks at `places` of a sequence, whose tokens have these hashes. `blocks`: its whole table."""
+
+    lane: int
+    places: list[int]
+    hashes: list[bytes]
+    blocks: list[int]
+
+
+class KVFetch(Message):
+    """Fill the blocks from place `first` of a sequence on with what tiers have under these hashes, as far as they have it."""
+
+    ticket_id: str
+    lane: int
+    first: int
+    hashes: list[bytes]
+    blocks: list[int]
+
+
 class KVSent(Message):
     """A rank writes no more for a ticket. Seconds: in which writes were under way, and of those, after the last chunk."""
 
@@ -306,6 +328,10 @@ class KVReport(Message):
     arrived: list[str] = Field(default_factory=list)
     """Tickets of which every byte is in its page."""
     sent: list[KVSent] = Field(default_factory=list)
+    fetched: dict[str, int] = Field(default_factory=dict)
+    """By ticket of a `KVFetch`: blocks that were found, from the first on."""
+    tier_hits: dict[str, int] = Field(default_factory=dict)
+    """Pieces fetched for them, by tier, and ``miss``."""
 
 
 class Sampled(Message):

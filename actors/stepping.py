@@ -1,6 +1,6 @@
 """A rank's step loop: plans in, results out, until the engine says goodbye. The same for process and thread ranks.
 
-While a hand-off is under way the loop looks after it between plans.
+While a hand-off is under way, or blocks are fetched, the loop looks after it between plans.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from actors.assembly import Parts
 from actors.engine.link import LinkClosed, LinkTimeout, PlanLink
 from actors.messages import StepPlan
 from actors.model.group import Group
-from actors.transfer.courier import Courier, NoCourier
 from placement import mesh
 
 _LISTEN_S = 3600.0
 """How long one wait for a plan lasts; then the next one begins."""
 _GLANCE_S = 0.001
-"""The same while there is a hand-off to look after."""
+"""The same while there is something to look after."""
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
@@ -31,9 +30,10 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     tells_time = layout.pp > 1 and at.cp == at.tp == 0
     try:
         while True:
-            plan = _next_plan(link, parts.courier)
+            plan = _next_plan(link, parts)
+            parts.librarian.before(plan)
             parts.courier.before(plan)
-            _tell(parts.courier, link)
+            _tell(parts, link)
             result = parts.runner.step(plan)
             if tells_time:
                 link.send_busy(at.attn_dp * layout.pp + at.pp, parts.pipeline.busy_s)
@@ -51,6 +51,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     finally:
         link.close()
         parts.courier.close()
+        parts.librarian.close()
         close_groups(parts.groups)
 
 
@@ -60,15 +61,16 @@ def close_groups(groups: Mapping[str, Group]) -> None:
         group.close()
 
 
-def _next_plan(link: PlanLink, courier: Courier | NoCourier) -> StepPlan:
+def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
     """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
     while True:
-        _tell(courier, link)
+        _tell(parts, link)
+        is_busy = parts.courier.is_busy or parts.librarian.is_busy
         with suppress(LinkTimeout):
-            return link.receive_plan(_GLANCE_S if courier.is_busy else _LISTEN_S)
+            return link.receive_plan(_GLANCE_S if is_busy else _LISTEN_S)
 
 
-def _tell(courier: Courier | NoCourier, link: PlanLink) -> None:
-    report = courier.poll()
-    if report is not None:
-        link.send_kv(report)
+def _tell(parts: Parts, link: PlanLink) -> None:
+    for report in (parts.courier.poll(), parts.librarian.poll()):
+        if report is not None:
+            link.send_kv(report)

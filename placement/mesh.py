@@ -128,6 +128,11 @@ def leaders(layout: Layout) -> list[int]:
     return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=lane, cp=0, tp=0)) for lane in range(layout.attn_dp)]
 
 
+def lane_ranks(layout: Layout, lane: int) -> frozenset[int]:
+    """World ranks of a lane, in all stages."""
+    return frozenset(rank for rank in range(layout.world) if coords(layout, rank).attn_dp == lane)
+
+
 def groups(layout: Layout, axis: str) -> list[list[int]]:
     """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only; of
     `HEAD_AXIS`, in their lane and tp rank.

@@ -7,6 +7,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.engine.balancing import Balancing
+from actors.tiers.piece import Form
+from actors.tiers.settings import TierSettings
 from placement import mesh
 from placement.layout import Layout
 from placement.model_spec import RopeSpec
@@ -32,7 +34,29 @@ class Pool(BaseModel):
 
     def ranks_of(self, lane: int) -> frozenset[int]:
         """World ranks of a lane."""
-        return frozenset(rank for rank in range(self.layout.world) if mesh.coords(self.layout, rank).attn_dp == lane)
+        return mesh.lane_ranks(self.layout, lane)
+
+
+class Tiering(BaseModel):
+    """What an engine must know of the tiers behind its ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: TierSettings
+    layout: Layout
+    form: Form
+    block_bytes: Positive
+    """Of one block, on the rank that keeps most of it."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that the tiers hold."""
+        shared = self.settings.directory_bytes if self.settings.directory is not None else 0
+        return max(self.settings.host_bytes, shared // self.layout.world) // self.block_bytes
+
+    def ranks_of(self, lane: int) -> frozenset[int]:
+        """World ranks of a lane."""
+        return mesh.lane_ranks(self.layout, lane)
 
 
 class EngineConfig(BaseModel):
@@ -81,6 +105,8 @@ class EngineConfig(BaseModel):
     """The model's: whether prompts of unlike length may share cached keys depends on it."""
     experts: Balancing | None = None
     """How experts are balanced while serving; None: they stay where they are."""
+    tiers: Tiering | None = None
+    """None: blocks do not outlive the device."""
     pool: Pool | None = None
     """None: this engine neither hands KV over nor takes it."""
     vocab_size: Positive | None = None

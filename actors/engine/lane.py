@@ -106,15 +106,17 @@ class Lane:
         if sequence.request.ticket is None:
             self.pool.free(sequence.blocks)
 
-    def register(self, sequence: Sequence) -> None:
-        """Name the blocks that are full now, so that others can find them."""
+    def register(self, sequence: Sequence) -> range:
+        """Name the blocks that are full now, so that others can find them. Returns the places of those that were not before."""
         full = sequence.num_computed // self._config.block_size
         if not self._config.prefix_cache or full == sequence.num_registered:
-            return
+            return range(0)
         sequence.chain.extend(sequence.tokens[: full * self._config.block_size])
         for index in range(sequence.num_registered, full):
             self.pool.register(sequence.blocks[index], sequence.chain.hashes[index])
+        fresh = range(sequence.num_registered, full)
         sequence.num_registered = full
+        return fresh
 
     def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""

@@ -169,6 +169,10 @@ class StepLoop:
                 stage_busy_seconds=self._meter.busy_s,
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
+                tier_saved_blocks=scheduler.shelves.counts.saved_blocks,
+                tier_asked_tokens=scheduler.shelves.counts.asked_tokens,
+                tier_found_tokens=scheduler.shelves.counts.found_tokens,
+                tier_hits=dict(scheduler.shelves.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
                 hand_offs=None if self.config.pool is None else scheduler.hand_off_stats(),
             )

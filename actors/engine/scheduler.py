@@ -32,6 +32,7 @@ from actors.engine.lane import Lane, choose
 from actors.engine.outgoing import Outgoings
 from actors.engine.reservations import Reservation, Reservations
 from actors.engine.sequence import Sequence, State
+from actors.engine.shelves import Shelves
 from actors.engine.stats import HandOffStats
 from actors.engine.waiting import WaitingQueue
 from actors.messages import (
@@ -80,6 +81,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
         self.reservations = Reservations(config, self.lanes)
         self.outgoing = Outgoings(config, self.lanes)
+        self.shelves = Shelves(config, self.lanes)
         self._live: dict[str, Sequence] = {}
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -95,8 +97,8 @@ class Scheduler:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a hand-off is under way: something may have to be done though nothing is in flight."""
-        return bool(self.reservations) or bool(self.outgoing)
+        """Whether a hand-off or a fetch is under way: something may have to be done though nothing is in flight."""
+        return bool(self.reservations) or bool(self.outgoing) or bool(self.shelves)
 
     @property
     def running(self) -> list[Sequence]:
@@ -138,7 +140,8 @@ class Scheduler:
         return [event for event in events if event is not None]
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
-        """Apply what a rank tells of hand-offs."""
+        """Apply what a rank tells of hand-offs and fetches."""
+        self.shelves.hear(report)
         last, failed = self.outgoing.hear(report)
         for request_id in failed:
             self._drop(self._live[request_id])
@@ -200,14 +203,17 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
-        drafts = [self._draft(lane) for lane in self.lanes]
+        drafts = [self._draft(lane, now) for lane in self.lanes]
         self._admit(drafts, now)
-        has_news = self.reservations.expects or self.reservations.forgets or self.outgoing.forgets
-        return self._commit(drafts) if has_news or any(draft.rows for draft in drafts) else None
+        has_news = self.reservations.expects or self.reservations.forgets or self.outgoing.forgets or self.shelves.has_news
+        return self._commit(drafts) if has_news or any(draft.rows or draft.started for draft in drafts) else None
 
-    def _draft(self, lane: Lane) -> Draft:
+    def _draft(self, lane: Lane, now: float) -> Draft:
         """A lane's part of the step, as far as those go that run there already."""
         draft = Draft(self.counts.steps, self.config.max_batch_tokens, lane.index, self.config.kv_owners)
+        for sequence in self.shelves.ready(lane.index):
+            self._register(sequence)
+            self._begin(sequence, draft, now)
         lane.plan_decodes(draft)
         for victim in draft.preempted:
             self._ended.append(victim.sequence_id)
@@ -218,7 +224,7 @@ class Scheduler:
         for sequence in self.reservations.ready(lane.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
             lane.run(sequence)
-            lane.register(sequence)
+            self._register(sequence)
             self._start(sequence, draft)
             draft.run(sequence, 1)
         lane.plan_chunks(draft, -(-self.waiting.num_tokens // len(self.lanes)))
@@ -239,11 +245,24 @@ class Scheduler:
                 sequence.state = State.RESERVED
                 self.reservations.reserve(sequence, now)
                 continue
-            lane.run(sequence)
-            self._start(sequence, drafts[lane.index])
-            if sequence.request.ticket is not None:
-                self.outgoing.begin(sequence, sequence.request.ticket, now)
+            promised = self.shelves.promises(sequence)
+            if promised:
+                sequence.state = State.RESERVED
+                self.shelves.fetch(sequence, promised)
+                continue
+            self._begin(sequence, drafts[lane.index], now)
             lane.run_chunk(sequence, drafts[lane.index])
+
+    def _begin(self, sequence: Sequence, draft: Draft, now: float) -> None:
+        """Run a sequence whose front is in its blocks, from there on."""
+        self.lanes[sequence.lane].run(sequence)
+        self._start(sequence, draft)
+        if sequence.request.ticket is not None:
+            self.outgoing.begin(sequence, sequence.request.ticket, now)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Its full blocks can be found from now on, and outlive the device."""
+        self.shelves.save(sequence, self.lanes[sequence.lane].register(sequence))
 
     def _start(self, sequence: Sequence, draft: Draft) -> None:
         draft.start(sequence, self._next_sequence_id)
@@ -252,7 +271,7 @@ class Scheduler:
     def _commit(self, drafts: Several[Draft]) -> StepPlan:
         plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
-        if self.waits_for_others or self.reservations.forgets:
+        if self.waits_for_others or self.reservations.forgets or self.shelves.has_news:
             plan = plan.model_copy(update=self._hand_offs())
         sequences = [sequence for draft in drafts for sequence in draft.sequences]
         self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
@@ -263,10 +282,12 @@ class Scheduler:
         return plan
 
     def _hand_offs(self) -> dict[str, object]:
-        """What a plan says of hand-offs."""
-        into, out = self.reservations, self.outgoing
+        """What a plan says of hand-offs and tiers."""
+        into, out, shelves = self.reservations, self.outgoing, self.shelves
         said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
+        said |= {"saves": shelves.saves, "fetches": shelves.fetches}
         into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
+        shelves.saves, shelves.fetches = [], []
         return said
 
     def update(self, result: StepResult, now: float) -> list[TokenEvent]:
@@ -288,7 +309,7 @@ class Scheduler:
         self, sequence: Sequence, row: Row, sampled: Sampled | None, scored: PromptLogprobs | None
     ) -> list[TokenEvent]:
         sequence.num_computed = row.start + row.count
-        self.lanes[sequence.lane].register(sequence)
+        self._register(sequence)
         if scored is not None and sequence.scores_prompt:
             self._gather(sequence, scored)
         if row.sample != (sampled is not None):
@@ -368,9 +389,9 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self.lanes[sequence.lane].let_go(sequence)
             self._ended.append(sequence.sequence_id)
-        elif sequence.state is State.RESERVED:
+        elif sequence.state is State.RESERVED and not self.shelves.abandon(sequence):
             self.reservations.abandon(self.reservations.of(sequence))
-        else:
+        elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         sequence.forget_ranks()
         sequence.state = State.FINISHED

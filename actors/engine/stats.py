@@ -116,6 +116,13 @@ class EngineStats(BaseModel):
     """Part of the latest steps' time that stages idled; None where there is one stage."""
     recent_step_s: tuple[float, ...]
     """Durations of the latest steps, oldest first."""
+    tier_saved_blocks: int = 0
+    """Blocks put away in the tiers behind the device."""
+    tier_asked_tokens: int = 0
+    """Prompt tokens whose blocks were looked for there, and those found."""
+    tier_found_tokens: int = 0
+    tier_hits: dict[str, int] = {}
+    """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), and those missed."""
     experts: ExpertStats | None = None
     """None where experts are not balanced."""
     hand_offs: HandOffStats | None = None
@@ -126,4 +133,5 @@ class EngineStats(BaseModel):
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
         handed = {} if self.hand_offs is None else self.hand_offs.model_dump()
         plain |= {f"handoff_{name}": float(value) for name, value in handed.items()}
+        plain |= {f"tier_pieces:tier={tier}": float(count) for tier, count in self.tier_hits.items()}
         return plain | (self.experts.gauges() if self.experts is not None else {})

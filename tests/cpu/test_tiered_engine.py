@@ -1,0 +1,155 @@
+"""Engines whose blocks outlive the device: what was computed once is fetched, and no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.assembly import Parts
+from actors.engine.config import EngineConfig, Tiering
+from actors.engine.stats import EngineStats
+from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.tiers.librarian import Librarian
+from actors.tiers.piece import Form
+from actors.tiers.settings import TierSettings
+from placement.layout import Layout
+from tests.inprocess import InProcess, in_process
+from tests.tiny_models import TinyModel, tiny
+
+BLOCK = 4
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 6) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=prompt, max_tokens=max_tokens, sampling=SamplingParams(temperature=0.0))
+
+
+def config(blocks: int) -> EngineConfig:
+    return EngineConfig(block_size=BLOCK, num_blocks=blocks, max_model_len=128, max_batch_tokens=64, max_sequences=8)
+
+
+def tiered(model: TinyModel, layout: str, blocks: int, settings: TierSettings) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
+    parsed = Layout.parse(layout)
+    form = Form.of(model.spec, settings.model_digest, "float32", BLOCK)
+    tiers = Tiering(settings=settings, layout=parsed, form=form, block_bytes=4096)
+
+    def attach(parts: Parts) -> Parts:
+        return replace(parts, librarian=Librarian(parts.config, parts.cache, settings))
+
+    return config(blocks).model_copy(update={"tiers": tiers, "kv_owners": parsed.kv_owners}), attach
+
+
+def run(
+    model: TinyModel, layout: str, engine: EngineConfig, attach: Callable[[Parts], Parts], work: Callable[[InProcess], None]
+) -> EngineStats:
+    with in_process(model, layout, engine, torch.float32, attach) as replica:
+        work(replica)
+        stats = replica.engine.stats()
+    assert stats.free_blocks + stats.cached_blocks == stats.total_blocks, "blocks did not come back"
+    return stats
+
+
+def answers(model: TinyModel, prompts: list[list[int]]) -> list[list[int]]:
+    found: list[list[int]] = []
+
+    def work(replica: InProcess) -> None:
+        found.extend(replica.run(request(str(at), prompt)).tokens for at, prompt in enumerate(prompts))
+
+    run(model, "", config(400), lambda parts: parts, work)
+    return found
+
+
+def prompts(seed: int, count: int, length: int = 41) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(100) for _ in range(length)] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama3", ""),
+        ("llama3", "tp=3"),
+        ("llama3", "pp=2,cp=2"),
+        ("llama3", "tp=4,dcp=2"),
+        ("llama3", "attn_dp=2"),
+        ("deepseek_v3_moe", "tp=2"),
+    ],
+)
+def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout: str) -> None:
+    model, texts = tiny(family), prompts(1, 12)
+    expected = answers(model, texts)
+    engine, attach = tiered(model, layout, 26, TierSettings(model_digest="a" * 64, host_bytes=64 << 20))
+
+    def work(replica: InProcess) -> None:
+        for turn in range(2):
+            events = [replica.submit(request(f"{turn}-{at}", text)) for at, text in enumerate(texts)]
+            done = [replica.finish(each) for each in events]
+            assert [event.tokens for event in done] == expected
+        assert sum(event.cached_tokens for event in done) >= 300
+
+    stats = run(model, layout, engine, attach, work)
+    assert stats.tier_found_tokens >= 200
+    assert stats.tier_hits["host"] > 0
+    assert "shared" not in stats.tier_hits
+
+
+def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> None:
+    model, texts = tiny("llama3"), prompts(2, 4)
+    expected = answers(model, texts)
+    settings = TierSettings(model_digest="b" * 64, directory=tmp_path)
+
+    def work(replica: InProcess) -> None:
+        assert [replica.run(request(str(at), text)).tokens for at, text in enumerate(texts)] == expected
+
+    first = run(model, "tp=2", *tiered(model, "tp=2", 100, settings), work)
+    second = run(model, "pp=3", *tiered(model, "pp=3", 100, settings), work)
+    assert first.tier_found_tokens == 0
+    assert second.tier_found_tokens == len(texts) * 40
+    assert second.tier_hits["shared"] > 0
+    damaged = next(path for path in tmp_path.glob("??/*/*") if path.is_file())
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(bytes(content))
+    third = run(model, "tp=2", *tiered(model, "tp=2", 100, settings), work)
+    assert third.tier_found_tokens < second.tier_found_tokens
+    fourth = run(model, "tp=2", *tiered(model, "tp=2", 100, settings), work)
+    assert fourth.tier_found_tokens == second.tier_found_tokens, "what was damaged was not put away again"
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    texts = prompts(3, 2)
+    for digest in ("c" * 64, "d" * 64):
+        settings = TierSettings(model_digest=digest, directory=tmp_path)
+
+        def work(replica: InProcess) -> None:
+            for at, text in enumerate(texts):
+                replica.run(request(str(at), text))
+
+        stats = run(tiny("llama3"), "", *tiered(tiny("llama3"), "", 100, settings), work)
+        assert stats.tier_found_tokens == 0
+
+
+def test_cancelled_while_their_blocks_are_fetched(tmp_path: Path) -> None:
+    model, texts = tiny("llama3"), prompts(4, 30)
+    expected = answers(model, texts)
+    settings = TierSettings(model_digest="e" * 64, host_bytes=64 << 20, directory=tmp_path)
+    draw = random.Random(5)
+
+    def work(replica: InProcess) -> None:
+        for turn in range(4):
+            waiting = [(at, replica.submit(request(f"{turn}-{at}", text))) for at, text in enumerate(texts)]
+            for at, _ in waiting:
+                if draw.random() < 0.3:
+                    replica.engine.cancel(f"{turn}-{at}")
+            for at, events in waiting:
+                event: TokenEvent = replica.finish(events)
+                assert event.finish in ("length", "abort")
+                assert event.tokens == expected[at][: len(event.tokens)]
+
+    stats = run(model, "tp=2", *tiered(model, "tp=2", 30, settings), work)
+    assert stats.tier_found_tokens > 0
+    assert stats.aborts > 10
