@@ -23,6 +23,7 @@ from cluster.local import NAMESPACE
 from cluster.rank_actor import RankActor
 from cluster.seats import Seats
 from cluster.settings import ReplicaSettings
+from cluster.tiers import tier_settings
 from placement.memory import BLOCK_TOKENS
 from placement.model_spec import ModelError
 
@@ -110,6 +111,7 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
         device=settings.device,
         dtype=settings.dtype,
         block_size=BLOCK_TOKENS,
+        tiers=tier_settings(settings),
         threads=settings.threads_per_rank,
     )
     make: Any = ray.remote

@@ -25,6 +25,7 @@ from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
+from cluster.tiers import tiering
 from placement import memory, mesh
 from placement.model_spec import DTYPE_BYTES
 
@@ -204,6 +205,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_sequences=settings.max_sequences,
+        tiers=tiering(settings),
         stages=settings.layout.pp,
         plans_in_flight=settings.plans_in_flight,
         max_waiting_requests=settings.max_waiting,

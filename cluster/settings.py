@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,6 +46,11 @@ class ReplicaSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     max_model_len: Positive
     kv_bytes: Positive | None = None
+    host_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory for KV blocks that the device gave up, per rank."""
+    disk_cache: Path | None = None
+    """A directory for KV blocks, which may be shared; None: none."""
+    disk_cache_bytes: Positive = 16 << 30
     max_batch_tokens: Positive = 2048
     max_sequences: Positive = 64
     max_waiting: Positive = 1024

@@ -34,6 +34,11 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
     kv_bytes: Annotated[str | None, typer.Option(help="KV cache of one rank, for example 2GiB.")] = None,
+    host_cache: Annotated[str, typer.Option(help="Host memory of each rank for KV blocks its device gives up: 4GiB.")] = "0",
+    disk_cache: Annotated[
+        str | None, typer.Option(help="Directory for KV blocks that outlives the server; several may share it.")
+    ] = None,
+    disk_cache_bytes: Annotated[str, typer.Option(help="Bytes that directory may take.")] = "16GiB",
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, in each lane.")] = 2048,
     max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, in each lane.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
@@ -77,6 +82,9 @@ def serve(
             "max_batch_tokens": max_batch_tokens,
             "max_sequences": max_sequences,
             "threads_per_rank": threads,
+            "host_cache": host_cache,
+            "disk_cache": disk_cache,
+            "disk_cache_bytes": disk_cache_bytes,
             "rebalance_every": rebalance_every,
             "rebalance_skew": rebalance_skew,
             "step_timeout_s": step_timeout,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from actors.engine.balancing import USUAL_INTERVAL
 from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
-from placement import checkpoint_header, memory
+from placement import checkpoint_header, handoff, memory
 from placement.hardware import ClusterSpec, cpu_has_bfloat16
 from placement.layout import Layout, LayoutError, require
 from placement.model_spec import DType, ModelSpec
@@ -56,6 +56,12 @@ class ServeArgs(BaseModel):
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """Plans given to the ranks ahead of the oldest result; by default one more than there are pipeline stages."""
     threads_per_rank: Count | None = None
+    host_cache: Annotated[int, BeforeValidator(_bytes), Field(ge=0)] = 0
+    """Host memory of each rank for KV blocks that its device gives up, for example ``4GiB``; 0: none."""
+    disk_cache: str | None = None
+    """A directory for KV blocks, which outlives the server and may be shared by several."""
+    disk_cache_bytes: Bytes = 16 << 30
+    """Bytes that all who use that directory may fill together."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between looks at how evenly experts are loaded; 0: none by time; by default 3,000 where ep > 1."""
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -106,6 +112,8 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
     _require(args, spec, layout, cluster)
+    if args.host_cache or args.disk_cache is not None:
+        handoff.holdings(spec, handoff.Side(layout))  # a model whose blocks cannot leave their pages is refused here
     dtype = compute_dtype(args.dtype, spec, device)
     length = _context(args, spec, layout, dtype)
     return ReplicaSettings(
@@ -116,6 +124,9 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         dtype=dtype,
         max_model_len=length,
         kv_bytes=_kv_bytes(args, spec, layout, dtype, length, cluster),
+        host_cache_bytes=args.host_cache,
+        disk_cache=None if args.disk_cache is None else Path(args.disk_cache).absolute(),
+        disk_cache_bytes=args.disk_cache_bytes,
         max_batch_tokens=args.max_batch_tokens,
         max_sequences=args.max_sequences,
         max_waiting=args.max_waiting,

@@ -1,0 +1,45 @@
+"""The tiers behind a replica's ranks, from what was asked for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from actors.engine.config import Tiering
+from actors.tiers.piece import Form
+from actors.tiers.settings import TierSettings
+from cluster.settings import ReplicaSettings
+from placement import memory
+from placement.model_digest import model_digest
+from placement.model_spec import ModelSpec
+
+
+def tier_settings(settings: ReplicaSettings) -> TierSettings | None:
+    """None where none was asked for. Reads a sample of the model's weights. Raises `FileNotFoundError` where there are none."""
+    if not settings.host_cache_bytes and settings.disk_cache is None:
+        return None
+    return TierSettings(
+        model_digest=_digest(settings.spec, settings.model_path),
+        host_bytes=settings.host_cache_bytes,
+        directory=settings.disk_cache,
+        directory_bytes=settings.disk_cache_bytes,
+    )
+
+
+def tiering(settings: ReplicaSettings) -> Tiering | None:
+    """What the engine must know of them."""
+    tiers = tier_settings(settings)
+    if tiers is None:
+        return None
+    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
+    return Tiering(
+        settings=tiers,
+        layout=settings.layout,
+        form=Form.of(settings.spec, tiers.model_digest, settings.dtype, memory.BLOCK_TOKENS),
+        block_bytes=max(rank.block_bytes for rank in needs),
+    )
+
+
+@lru_cache(maxsize=4)
+def _digest(spec: ModelSpec, path: str) -> str:
+    return model_digest(spec, Path(path))

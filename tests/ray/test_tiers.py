@@ -1,0 +1,33 @@
+"""KV blocks that outlive the server: everything is killed, and another layout goes on from the same directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ray.server import READY_S, Server, kill, ready, serving, start, wait_until
+from tests.ray.streaming import body
+from tests.tiny_models import tiny
+
+PROMPTS = [[at, *range(1, 62), at] for at in range(4)]
+
+
+def test_after_everything_was_killed_the_directory_serves_another_layout(tmp_path: Path) -> None:
+    model, shared = str(tiny("llama3").folder), tmp_path / "blocks"
+    options = ("--dtype", "float32", "--disk-cache", str(shared), "--host-cache", "64MiB")
+    server = start(model, "--layout", "tp=2", *options, log=tmp_path / "log")
+    try:
+        wait_until(lambda: ready(server), READY_S, server.log.read_text)
+        before = answers(server)
+        assert server.gauge("tier_saved_blocks") >= 3 * len(PROMPTS)
+        wait_until(lambda: len(list(shared.glob("??/*/l*"))) >= 6 * len(PROMPTS), 30, lambda: f"{list(shared.rglob('*'))}")
+    finally:
+        kill(server.process, server.mark)
+    with serving(model, "--layout", "pp=2", *options) as again:
+        assert answers(again) == before
+        assert again.gauge("tier_found_tokens") == 48 * len(PROMPTS)
+        assert again.gauge("tier_pieces:tier=shared") > 0
+
+
+def answers(server: Server) -> list[list[int]]:
+    found = [server.post("/v1/completions", body(prompt, 6)) for prompt in PROMPTS]
+    return [answer["choices"][0]["token_ids"] for answer in found]
