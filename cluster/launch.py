@@ -112,6 +112,7 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
         dtype=settings.dtype,
         block_size=BLOCK_TOKENS,
         tiers=tier_settings(settings),
+        in_pool=settings.in_pool,
         threads=settings.threads_per_rank,
     )
     make: Any = ray.remote

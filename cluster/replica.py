@@ -17,10 +17,10 @@ import ray
 from ray.util import get_node_ip_address
 
 from actors.engine.balancing import Balancing
-from actors.engine.config import EngineConfig
+from actors.engine.config import EngineConfig, Pool
 from actors.engine.engine import Engine
 from actors.engine.refusal import RequestRefused
-from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
+from actors.engine.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
@@ -35,6 +35,8 @@ _WATCH_EVERY_S = 0.5
 _REACH_S = 10.0
 """A replica that cannot connect to the ingress in this time cannot answer it."""
 _REACH_EVERY_S = 0.002
+_CHUNK_TOKENS, _POOL_CHUNK_TOKENS = 1024, 512
+"""Of a prompt in one step. In a pool a chunk is sent while the next is computed: the last one is what everybody waits for."""
 _REBUILDS = 3
 """Rebuilds in a row that may fail before the replica gives up and lets Serve replace it."""
 
@@ -48,6 +50,7 @@ class Replica:
         self._down: str | None = "starting"
         self._dead: str | None = None
         self._tokens = TokenSender()
+        self._receiver: TokenReceiver | None = None
         self._seats = seats.take(settings, _here())
         self._ranks = launch.launch(settings, self._seats, name)
         self._blocks = _num_blocks(settings, self._ranks)
@@ -68,9 +71,12 @@ class Replica:
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         await self._reach(to)
+        here = self._listening().pack() if request.reserves else b""
 
         def deliver(event: TokenEvent) -> None:
             over = True
+            if event.ticket is not None:
+                event = event.model_copy(update={"ticket": event.ticket.model_copy(update={"reply_to": here})})
             try:
                 self._tokens.send(to, event)
                 over = event.finish is not None
@@ -90,6 +96,12 @@ class Replica:
             if not ended.is_set():
                 self.engine.cancel(request.request_id)
         return None
+
+    def _listening(self) -> ReplyTo:
+        """Where prefill replicas send what they have to say of this one's tickets."""
+        if self._receiver is None:
+            self._receiver = TokenReceiver.listen(get_node_ip_address(), self.engine.take)
+        return self._receiver.reply_to
 
     async def _reach(self, to: ReplyTo) -> None:
         """Connect to an ingress, unless it is done. Raises `IngressGone` when it does not answer in time."""
@@ -204,6 +216,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         lanes=settings.layout.attn_dp,
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
+        max_chunk_tokens=_POOL_CHUNK_TOKENS if settings.in_pool else _CHUNK_TOKENS,
         max_sequences=settings.max_sequences,
         tiers=tiering(settings),
         stages=settings.layout.pp,
@@ -213,6 +226,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         vocab_size=settings.spec.vocab_size,
         rope=settings.spec.rope,
         experts=_balancing(settings),
+        pool=Pool(layout=settings.layout) if settings.in_pool else None,
     )
 
 

@@ -60,6 +60,8 @@ class ReplicaSettings(BaseModel):
     rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Both: see `Balancing`."""
+    in_pool: bool = False
+    """Whether it is one of a prefill or decode pool."""
     environment: dict[str, str] = {}
     """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
     deployment: str = ""

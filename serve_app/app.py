@@ -1,6 +1,7 @@
 """The composition root of the service: typed arguments in, a Ray Serve application out.
 
     HTTP ──→ Ingress (OpenAI endpoint, text) ──handle──→ Engine replicas ──→ ranks
+                                             └─handle──→ Prefill replicas ─→ ranks      with --prefill and --decode
 
 Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files.
 """
@@ -31,10 +32,11 @@ from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.names import ENGINE, INGRESS
 from serve_app.openai.api import ApiSettings, create_api
+from serve_app.pools import Service, service
 from serve_app.preflight import check_files
 from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
-from serve_app.settings import ServeArgs, parse_args, read_api_keys, replica_settings, served_name
+from serve_app.settings import ServeArgs, parse_args, read_api_keys, served_name
 
 _ONGOING = 100_000
 """The engine queues and refuses by its own rules; Serve shall not queue before it."""
@@ -43,27 +45,34 @@ _ONGOING = 100_000
 class EngineReplica(Replica):
     """A `Replica` that takes its name from Serve. `settings`: what the application came to where it was made on the cluster."""
 
-    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None) -> None:
-        super().__init__(settings or settings_in_cluster(args), str(serve.get_replica_context().replica_id.unique_id))
+    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pool: str = ENGINE) -> None:
+        found = settings or settings_in_cluster(args).by_name[pool]
+        super().__init__(found, str(serve.get_replica_context().replica_id.unique_id))
 
 
 class Ingress:
     """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
 
-    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, engine: DeploymentHandle[Any]) -> None:
-        self._model = served_model(args, settings or settings_in_cluster(args))
+    def __init__(
+        self,
+        args: ServeArgs,
+        settings: ReplicaSettings | None,
+        engine: DeploymentHandle[Any],
+        prefill: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        self._model = served_model(args, settings or settings_in_cluster(args).engine)
         # Serve's proxy puts the request's own id on the answer, or the one it gave it.
         self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
-        self._backend = HandleBackend(engine, args.replica_wait_s)
+        self._backend = HandleBackend(engine, args.replica_wait_s, prefill)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self._model, self._backend, self._settings)
 
 
-def settings_in_cluster(args: ServeArgs) -> ReplicaSettings:
+def settings_in_cluster(args: ServeArgs) -> Service:
     """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError` or `LayoutError`."""
     device = args.device if args.device != "auto" else best_device()
-    return replica_settings(args, device, None if args.nodes_wait_s else discover(device))
+    return service(args, device, None if args.nodes_wait_s else discover(device))
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
@@ -90,22 +99,10 @@ def build(arguments: dict[str, Any]) -> Application:
 def application(args: ServeArgs) -> Application:
     """See `build`, without its look into the model's files, which ``shardwright serve`` takes before it starts Ray."""
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
-    known = _settled(args) if ray.is_initialized() else None
-    settings = known or replica_settings(args, "cpu")
-    engine: Any = serve.deployment(
-        EngineReplica,
-        name=ENGINE,
-        num_replicas=settings.layout.replicas,
-        max_replicas_per_node=_most_a_node(settings) if known else None,  # type: ignore[arg-type]
-        max_ongoing_requests=_ONGOING,
-        ray_actor_options=_beside_ranks(settings) if known else {"num_cpus": 0},
-        request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
-        health_check_period_s=2,
-        health_check_timeout_s=30,
-        graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=10,
-        max_constructor_retry_count=1,
-    )
+    is_known = ray.is_initialized()
+    served = _settled(args) if is_known else service(args, "cpu")
+    engines = [_engine(args, name, settings, is_known) for name, settings in served.by_name.items()]
+    known = served.engine if is_known else None
     ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name=INGRESS,
@@ -115,15 +112,35 @@ def application(args: ServeArgs) -> Application:
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=1,
     )
-    app: Application = ingress.bind(args, known, engine.bind(args, known))
+    app: Application = ingress.bind(args, known, *engines)
     return app
 
 
-def _settled(args: ServeArgs) -> ReplicaSettings:
-    """Settings that do not change when a node comes or goes later, for one deployment."""
-    return settings_in_cluster(args).model_copy(
-        update={"deployment": secrets.token_hex(8), "environment": shared_variables(os.environ)}
+def _engine(args: ServeArgs, name: str, settings: ReplicaSettings, is_known: bool) -> Application:
+    """The replicas of one pool. `is_known`: whether the settings are those of the cluster where they will run."""
+    engine: Any = serve.deployment(
+        EngineReplica,
+        name=name,
+        num_replicas=settings.layout.replicas,
+        max_replicas_per_node=_most_a_node(settings) if is_known else None,  # type: ignore[arg-type]
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options=_beside_ranks(settings) if is_known else {"num_cpus": 0},
+        request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=10,
+        max_constructor_retry_count=1,
     )
+    app: Application = engine.bind(args, settings if is_known else None, name)
+    return app
+
+
+def _settled(args: ServeArgs) -> Service:
+    """Settings that do not change when a node comes or goes later, for one deployment."""
+    found, name = settings_in_cluster(args).with_each(environment=shared_variables(os.environ)), secrets.token_hex(8)
+    prefill = found.prefill and found.prefill.model_copy(update={"deployment": f"{name}-prefill"})
+    return Service(found.engine.model_copy(update={"deployment": name}), prefill)
 
 
 def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:

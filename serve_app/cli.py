@@ -28,6 +28,10 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 def serve(
     model: Model = DEFAULT_MODEL,
     layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=2,pp=2 or replicas=2.")] = "",
+    prefill: Annotated[
+        str, typer.Option(help="With --decode, for --layout: a pool for prompts, layout and replicas as in tp=2*2.")
+    ] = "",
+    decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example pp=2*1.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -75,6 +79,8 @@ def serve(
         {
             "model": model,
             "layout": layout,
+            "prefill": prefill,
+            "decode": decode,
             "device": device,
             "dtype": dtype,
             "max_model_len": max_model_len,

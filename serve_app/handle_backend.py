@@ -3,7 +3,8 @@
     ingress ──handle call: request, where to answer──→ replica        (returns when the request has ended)
             ←───────────── events, over ZeroMQ ───────                (the first, empty, as soon as it has the call)
 
-Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it.
+Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it. With two pools
+the replica is one of the decode pool, and may answer with a ticket first (`handing_over.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ray.util import get_node_ip_address
 from actors.engine.token_stream import TokenReceiver
 from actors.messages import GenerateRequest, TokenEvent
 from serve_app.backend import BackendRefused, Health
+from serve_app.handing_over import PrefillPool
 
 _PROBE_S = 5.0
 """A replica that does not answer a control call in this time is not healthy."""
@@ -36,9 +38,10 @@ _LOST = (RayError, RayServeException)
 class HandleBackend:
     """Generates on the engine replicas behind a Serve handle; which replica, the handle's router decides."""
 
-    def __init__(self, engine: DeploymentHandle[Any], wait_s: float) -> None:
-        """`wait_s`: how long a request waits for a replica to take it while none can."""
+    def __init__(self, engine: DeploymentHandle[Any], wait_s: float, prefill: DeploymentHandle[Any] | None = None) -> None:
+        """`wait_s`: how long a request waits for a replica to take it while none can. `prefill`: what computes prompts."""
         self._engine, self._wait_s = engine, wait_s
+        self._prefill = None if prefill is None else PrefillPool(prefill)
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
@@ -48,6 +51,8 @@ class HandleBackend:
         A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn.
         """
         refused_by: list[str] = []
+        if self._prefill is not None and request.max_tokens > 0:
+            request = request.model_copy(update={"reserves": True})
         while True:
             try:
                 async with aclosing(self._ask(request, refused_by)) as events:
@@ -66,6 +71,7 @@ class HandleBackend:
         # by id loses all but one of those that wait at once (a request for several choices makes several calls).
         call = Context().run(self._generate.remote, request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
         watch = asyncio.create_task(_watch(call, request, events))
+        handing: asyncio.Task[None] | None = None
         finished = False
         try:
             event = await self._taken(request, events)
@@ -74,10 +80,15 @@ class HandleBackend:
                 finished = event.finish is not None
                 if event.refused is not None:
                     raise _refusal(event)
-                yield event
+                if event.ticket is not None and self._prefill is not None:
+                    handing = asyncio.create_task(self._prefill.run(request, event.ticket))
+                else:
+                    yield event
                 event = None
         finally:
             watch.cancel()
+            if handing is not None:
+                handing.cancel()
             receiver.forget(request.request_id)
             if not finished:
                 call.cancel()
@@ -115,12 +126,15 @@ class HandleBackend:
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """Numbers of each replica's engine, by replica name."""
-        return dict(answer for answer in await self._ask_all("gauges") if isinstance(answer, tuple))
+        pools = [self._engine] if self._prefill is None else [self._engine, self._prefill.handle]
+        answers = await asyncio.gather(*(self._ask_all("gauges", pool) for pool in pools))
+        return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
-    async def _ask_all(self, method: str) -> list[Any]:
+    async def _ask_all(self, method: str, pool: DeploymentHandle[Any] | None = None) -> list[Any]:
         """The answer of each replica to a control call; an exception in place of the answer that did not come."""
+        pool = pool or self._engine
         try:
-            return list(await self._engine.broadcast(method).results_async(timeout_s=_PROBE_S, return_exceptions=True))
+            return list(await pool.broadcast(method).results_async(timeout_s=_PROBE_S, return_exceptions=True))
         except (*_LOST, TimeoutError) as error:
             return [error]
 

@@ -22,14 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster import local
-from cluster.settings import DEFAULT_CONTEXT, ReplicaSettings
+from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
-from placement.layout import Layout, LayoutError
-from serve_app import proxy
+from placement.layout import LayoutError
+from serve_app import pools, proxy
 from serve_app.names import APP_NAME
+from serve_app.pools import Service
 from serve_app.preflight import check_files
 from serve_app.reasons import first_reason, reason_of
-from serve_app.settings import ServeArgs, replica_settings
+from serve_app.settings import ServeArgs
 from serve_app.text.model_files import TextFiles
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def run_server(
     Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
     """
     _set_logs(json_logs)
-    settings, texts = _preflight(args, address, shape)
+    served, texts = _preflight(args, address, shape)
     joins = shape is None and (address or local.configured_address()) is not None
     if not joins or port == 0:  # on a cluster of its own, the port may be held by its Serve, which takes the application
         port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
     with _told(stop):
-        cluster = _connect(address, settings.layout.devices, shape)
+        cluster = _connect(address, served.devices, shape)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     watch = ClusterWatch(cluster, _cluster_lost)
     try:
@@ -76,7 +77,7 @@ def run_server(
                 _deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
-        _ready(args, settings, f"http://{_reachable(host)}:{port}", cluster.address, texts)
+        _ready(args, served, f"http://{_reachable(host)}:{port}", cluster.address, texts)
         stop.wait()
     finally:
         watch.close()
@@ -106,15 +107,17 @@ def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: Non
         raise StartFailed(reason_of(error)) from error
 
 
-def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[ReplicaSettings, TextFiles]:
+def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[Service, TextFiles]:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
     if shape is not None and (address is not None or args.device == "cuda"):
         with_ = "--address" if address is not None else "--device cuda"
         raise LayoutError(f"--nodes embeds CPU nodes on this machine, which {with_} speaks against: give one of them")
     alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
-    here = local.this_machine(Layout.parse(args.layout).devices, shape) if alone else None
-    settings = replica_settings(args, "cuda" if args.device == "cuda" else "cpu", here)
-    return settings, check_files(Path(settings.model_path), settings.spec)
+    here = local.this_machine(pools.devices(args), shape) if alone else None
+    served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
+    if served.prefill is not None and alone:
+        pools.check_nixl()
+    return served, check_files(Path(served.engine.model_path), served.engine.spec)
 
 
 def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> None:
@@ -198,19 +201,21 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
-def _ready(args: ServeArgs, settings: ReplicaSettings, url: str, address: str, texts: TextFiles) -> None:
+def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: TextFiles) -> None:
     from ray.exceptions import RayError
 
     from cluster.status import slow_crossings
 
-    print(f"\nShardwright is ready: {args.model} as {settings.layout} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    settings = served.engine
+    print(f"\nShardwright is ready: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
     if settings.max_model_len < usual:
         print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
     path, body = _example(texts)
     with suppress(RayError):  # a cluster too busy to tell is no reason to fail
-        for line in slow_crossings(settings):
-            print(f"  {line}\n")
+        for each in served.by_name.values():
+            for line in slow_crossings(each):
+                print(f"  {line}\n")
     print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)
 
 

@@ -45,6 +45,9 @@ class ServeArgs(BaseModel):
 
     model: str = DEFAULT_MODEL
     layout: str = ""
+    prefill: str = ""
+    """With `decode`, in place of `layout`: two pools, each a layout and how many replicas, as in ``tp=2*3``."""
+    decode: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Count | None = None
@@ -106,8 +109,13 @@ def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
     raise ArgumentError("; ".join(wrong))
 
 
-def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> ReplicaSettings:
-    """The settings of one replica. Reads the model's header only. Raises `ModelError` or `LayoutError`."""
+def replica_settings(
+    args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, devices: int | None = None
+) -> ReplicaSettings:
+    """The settings of one replica. Reads the model's header only. Raises `ModelError` or `LayoutError`.
+
+    `devices`: ranks that share the cluster, where there are others than those of the layout.
+    """
     files = resolve(args.model)
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
@@ -116,6 +124,7 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         handoff.holdings(spec, handoff.Side(layout))  # a model whose blocks cannot leave their pages is refused here
     dtype = compute_dtype(args.dtype, spec, device)
     length = _context(args, spec, layout, dtype)
+    share = None if cluster is None else _share(devices or layout.devices, layout, cluster)
     return ReplicaSettings(
         model_path=str(files.path),
         spec=spec,
@@ -123,10 +132,10 @@ def replica_settings(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: C
         device=device,
         dtype=dtype,
         max_model_len=length,
-        kv_bytes=_kv_bytes(args, spec, layout, dtype, length, cluster),
         host_cache_bytes=args.host_cache,
         disk_cache=None if args.disk_cache is None else Path(args.disk_cache).absolute(),
         disk_cache_bytes=args.disk_cache_bytes,
+        kv_bytes=_kv_bytes(args, spec, layout, dtype, length, share),
         max_batch_tokens=args.max_batch_tokens,
         max_sequences=args.max_sequences,
         max_waiting=args.max_waiting,
@@ -185,14 +194,11 @@ def _context(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> 
     return min(asked, fits)
 
 
-def _kv_bytes(
-    args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, length: int, cluster: ClusterSpec | None
-) -> int | None:
+def _kv_bytes(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, length: int, share: int | None) -> int | None:
     """KV cache of a CPU rank: as asked, else 1 GiB, or what its share of the node leaves beside its weights, if less.
 
     Raises `MemoryBudgetError` when the weights and one sequence of `length` tokens do not fit that share.
     """
-    share = None if cluster is None else _share(layout, cluster)
     if share is None:
         return args.kv_bytes
     needs = memory.rank_memories(spec, layout, dtype)
@@ -206,10 +212,10 @@ def _kv_bytes(
     return args.kv_bytes or min(DEFAULT_KV_BYTES, left)
 
 
-def _share(layout: Layout, cluster: ClusterSpec) -> int | None:
-    """What a rank can hold where its node is fullest: a node's memory over the ranks it may have to hold, less what their
-    processes take. None: not known. Raises `MemoryBudgetError` where the processes alone do not fit."""
-    nodes = [(node, min(node.slots, layout.devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
+def _share(devices: int, layout: Layout, cluster: ClusterSpec) -> int | None:
+    """What a rank can hold where its node is fullest: a node's memory over those of `devices` ranks it may have to hold, less
+    what their processes take. None: not known. Raises `MemoryBudgetError` where the processes alone do not fit."""
+    nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
     if not nodes:
         return None
     node, ranks = min(nodes, key=lambda each: (each[0].memory_bytes or 0) // each[1])

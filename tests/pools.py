@@ -66,6 +66,7 @@ class Pools:
         with_ticket = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
         try:
             self.asked(with_ticket)
+            self._tell(TokenEvent(request_id=ticket.ticket_id))
             self.prefill.engine.submit(with_ticket, self._tell)
         except Lost as lost:
             self._tell(TokenEvent(request_id=ticket.ticket_id, finish="error", error=str(lost)))

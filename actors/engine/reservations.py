@@ -13,6 +13,7 @@ writer has said that it writes no more, or everything has arrived, or the lease 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -47,6 +48,8 @@ class Reservation:
     stage: Stage = Stage.ASKED
     readers: dict[int, KVReader] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
+    word_ends_s: float = math.inf
+    """When somebody must have said to have the ticket; infinite again once somebody has."""
     is_committed: bool = False
     """The first token is here."""
 
@@ -141,6 +144,7 @@ class Reservations:
                 made.readers[report.world_rank] = reader
                 if made.readers.keys() == made.ranks:
                     made.move(Stage.OPEN)
+                    made.word_ends_s = now + self._pool.word_s
                     events.append(TokenEvent(request_id=made.sequence.request.request_id, ticket=self._ticket(made, now)))
         for ticket_id in report.arrived:
             made = self._open.get(ticket_id)
@@ -178,8 +182,9 @@ class Reservations:
             self._free(made)
 
     def expired(self, now: float) -> list[Reservation]:
-        """Those whose lease is over before all was here, still live; drained ones past their grace are done."""
-        late = [made for made in self if now >= made.lease_ends_s]
+        """Those still live whose lease is over before all was here, or of which nobody has said a word; drained ones past their
+        grace are done."""
+        late = [made for made in self if now >= min(made.lease_ends_s, made.word_ends_s)]
         for made in late:
             if made.stage is Stage.DRAINING and now >= made.lease_ends_s + self._pool.grace_s:
                 self.counts.outlived += 1

@@ -155,6 +155,7 @@ class Scheduler:
         made, events = self.reservations.get(event.request_id), list[TokenEvent]()
         if made is None:
             return events
+        made.word_ends_s = math.inf
         if event.tokens and made.is_live and not made.is_committed:
             made.is_committed = True
             events += self._first_token(made.sequence, event)

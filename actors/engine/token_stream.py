@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -98,23 +99,24 @@ def _can_send(socket: zmq.Socket[bytes]) -> bool:
 
 
 class TokenReceiver:
-    """The ingress's end. `listen` starts it on the running event loop, `events` is a request's queue."""
+    """The ingress's end, or that of an engine whose tickets others answer. `listen` starts it on the running event loop; `open`
+    gives a request's queue, and events of no open request go to `others`."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, reply_to: ReplyTo) -> None:
-        self._socket = socket
+    def __init__(self, socket: zmq.asyncio.Socket, reply_to: ReplyTo, others: Callable[[TokenEvent], None]) -> None:
+        self._socket, self._others = socket, others
         self.reply_to = reply_to
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @classmethod
-    def listen(cls, host: str) -> Self:
+    def listen(cls, host: str, others: Callable[[TokenEvent], None] = lambda event: None) -> Self:
         """Bind to a port of `host` that the kernel chooses."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.bind(f"tcp://{host}:*")
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        return cls(socket, ReplyTo(address=address, secret=secrets.token_bytes(16)))
+        return cls(socket, ReplyTo(address=address, secret=secrets.token_bytes(16)), others)
 
     def open(self, request_id: str) -> asyncio.Queue[TokenEvent]:
         """The queue that the events of a request will be put in, until `forget`."""
@@ -150,3 +152,5 @@ class TokenReceiver:
             queue = self._queues.get(event.request_id)
             if queue is not None:
                 queue.put_nowait(event)
+            else:
+                self._others(event)

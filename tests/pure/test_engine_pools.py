@@ -179,6 +179,20 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     assert len(side.events) == 1
 
 
+def test_a_ticket_nobody_says_a_word_of_is_computed_here() -> None:
+    side = Side(config())
+    side.opened()
+    side.now = 4.9
+    assert side.plan() is None
+    side.now = 5.0
+    assert len(side.step().rows) == 1
+    other = Side(config())
+    other.opened()
+    other.take()  # a replica has it
+    other.now = 5.0
+    assert other.plan() is None
+
+
 @pytest.mark.parametrize("token_came", [False, True])
 @pytest.mark.parametrize("how", ["lost", "aborted", "refused", "late"])
 def test_a_prompt_that_does_not_come_is_computed_here(how: str, token_came: bool) -> None:

@@ -1,0 +1,70 @@
+"""What ``--prefill`` and ``--decode`` come to, and what is wrong with them, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from placement.hardware import ClusterSpec, NodeSpec
+from placement.layout import LayoutError
+from serve_app import pools
+from serve_app.names import ENGINE, PREFILL
+from serve_app.settings import ServeArgs, parse_args
+
+GIB = 2**30
+
+
+def machine(slots: int) -> ClusterSpec:
+    return ClusterSpec(nodes=(NodeSpec(name="here", slots=slots, memory_bytes=16 * GIB),))
+
+
+def service(slots: int = 8, **arguments: Any) -> pools.Service:
+    return pools.service(parse_args(arguments), "cpu", machine(slots))
+
+
+def test_two_pools_have_layouts_and_replicas_of_their_own() -> None:
+    found = service(prefill="tp=2*2", decode="pp=3")
+    sizes = {name: (each.layout.world, each.layout.replicas, each.in_pool) for name, each in found.by_name.items()}
+    assert sizes == {ENGINE: (3, 1, True), PREFILL: (2, 2, True)}
+    assert found.devices == 7
+    assert found.engine.max_model_len == found.prefill.max_model_len
+
+
+def test_one_pool_is_as_it_was() -> None:
+    found = service(layout="tp=2,replicas=2")
+    assert (list(found.by_name), found.devices, found.engine.in_pool) == ([ENGINE], 4, False)
+
+
+@pytest.mark.parametrize(("text", "devices"), [("tp=2*3", 6), (" tp=2 * 3 ", 6), ("*2", 2), ("1*2", None), ("tp=2*x", None)])
+def test_the_text_of_a_pool(text: str, devices: int | None) -> None:
+    args = ServeArgs(prefill=text, decode="tp=1")
+    if devices is None:
+        with pytest.raises(LayoutError):
+            pools.devices(args)
+    else:
+        assert pools.devices(args) == devices + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prefill": "tp=2"}, "go together: give both"),
+        ({"decode": "tp=2"}, "go together: give both"),
+        ({"prefill": "tp=2", "decode": "tp=2", "layout": "pp=2"}, "layout='pp=2' is that of one pool"),
+        ({"prefill": "tp=2,replicas=2*2", "decode": "tp=2"}, "is no pool"),
+        ({"prefill": "tp=2*4", "decode": "tp=2"}, "are 10 ranks, but the cluster has 8 slots"),
+        ({"prefill": "pp=99", "decode": "tp=2"}, "pp"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: dict[str, str], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        service(**arguments)
+
+
+def test_ranks_of_both_pools_share_a_node() -> None:
+    """Each gets as much KV as if it were alone only where there is room for that."""
+    tight = ClusterSpec(nodes=(NodeSpec(name="here", slots=8, memory_bytes=6 * GIB),))
+    alone = pools.service(parse_args({"layout": "tp=2"}), "cpu", tight)
+    both = pools.service(parse_args({"prefill": "tp=4", "decode": "tp=4"}), "cpu", tight)
+    assert both.engine.kv_bytes < alone.engine.kv_bytes
