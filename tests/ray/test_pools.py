@@ -21,7 +21,7 @@ PAIRS = [
     ("cp=2", "tp=2"),
     ("tp=3", "cp=2"),
     ("attn_dp=2", "tp=2,tp_shares=2/1"),
-    ("*2", "tp=6,dcp=2"),
+    ("*2", "pp=3,stage_layers=12/9/9"),
 ]
 STORY = " ".join(f"Item {number} costs {number * 7} dollars." for number in range(60))
 PROMPTS = ["The capital of France is Paris, and the capital of Germany is Berlin. The capital of Italy is", STORY, "Once"]
@@ -68,9 +68,12 @@ def held_blocks(server: Server) -> float:
 
 def test_the_client_of_a_prompt_that_is_being_computed_leaves(server: Server) -> None:
     wait_until(lambda: held_blocks(server) == 0, 30, lambda: str(server.gauges()))
+    before = server.gauge("handoff_reservations")
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "Gone. " + STORY * 3, "max_tokens": 50}, timeout=0.3)
+    wait_until(lambda: server.gauge("handoff_reservations") > before, 30, lambda: str(server.gauges()))
     wait_until(lambda: held_blocks(server) == 0, 30, lambda: str(server.gauges()))
+    assert server.gauge("handoff_outlived") == 0
 
 
 @pytest.mark.parametrize("victim", ["rank", "replica"])
