@@ -250,6 +250,12 @@ class StepPlan(Message):
     fetches: list[KVFetch] = Field(default_factory=list)
     rows: list[Row]
 
+    @property
+    def turn(self) -> int:
+        """Where the step's tokens begin to take turns (`placement.experts`): it moves on as sequences do, and is the same
+        whenever the same rows run."""
+        return sum(row.start for row in self.rows)
+
     def new_lens(self, lanes: int) -> list[list[int]]:
         """New tokens of each row, lane by lane."""
         return [[row.count for row in self.rows if row.lane == lane] for lane in range(lanes)]

@@ -91,9 +91,9 @@ class LayerRank:
         self._regions = Regions(groups["tp"], None)
 
     @torch.inference_mode()
-    def step(self, x: Tensor, lanes: Sequence[Sequence[int]]) -> None:
-        """Run own tokens [own, hidden] of a step through the layers."""
-        exchange = self._ways.of(lanes)
+    def step(self, x: Tensor, lanes: Sequence[Sequence[int]], number: int = 0) -> None:
+        """Run own tokens [own, hidden] of step `number` through the layers."""
+        exchange = self._ways.of(lanes, number)
         region = self._regions.of(lanes[self.rank])
         for layer in self.mixtures.values():
             if len(x):
@@ -163,7 +163,7 @@ def run_skew(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) 
         began = time.perf_counter()
         with torch.inference_mode():
             keeper.move(plan.moves)
-        subject.step(x, lanes)
+        subject.step(x, lanes, plan.step)
         pipe.send((time.perf_counter() - began, keeper.report(plan.step) if plan.asks_experts else None))
 
 

@@ -138,6 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 36},
+    "mixtral_one": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 36, "num_experts_per_tok": 1},
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         **_EXPERTS,

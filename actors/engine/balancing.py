@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from actors.engine.stats import ExpertStats
 from actors.messages import ExpertMove, ExpertReport, StepPlan
 from placement import mesh
-from placement.experts import ExpertMap, balancedness, map_of
+from placement.experts import ExpertMap, map_of
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
 from placement.rebalancer import Costs, Decision, Rebalancer, Watch
@@ -113,6 +113,8 @@ class ExpertBalancer:
         self._watch = Watch()
         self._is_due = False
         self._window = _Window(config)
+        self._told: dict[int, list[ExpertReport]] = {}
+        """Reports of steps of which not all ranks have told."""
         self._settled = -1
         """The step of the newest map."""
         self._evenness = 1.0
@@ -140,16 +142,23 @@ class ExpertBalancer:
 
     def take(self, report: ExpertReport) -> None:
         """What one rank tells. A load is known when all have."""
-        if report.step > self._settled:
-            self._window.add(report)
         if report.move_s and report.moved_bytes:
             self._bytes_per_s = report.moved_bytes / report.move_s
-        if self._window.is_whole:
-            load = self._window.load
-            self._evenness = _mean(balancedness(self.map, load))
-            self._stats = self._window.stats(self._stats, self.map)
-            if not self._is_due and self._window.steps >= 2 * self._config.horizon:
-                self._window = _Window(self._config)  # what was long ago says little about what is to come
+        told = self._told.setdefault(report.step, [])
+        told.append(report)
+        if len(told) == self._config.ranks:  # those that are ahead wait here for the others
+            del self._told[report.step]
+            self._all_told(report.step, told)
+
+    def _all_told(self, step: int, reports: Sequence[ExpertReport]) -> None:
+        if step <= self._settled:
+            return
+        for report in reports:
+            self._window.add(report)
+        self._evenness = _mean(self._window.balancedness())
+        self._stats = self._window.stats(self._stats)
+        if not self._is_due and self._window.steps >= 2 * self._config.horizon:
+            self._window = _Window(self._config)  # what was long ago says little about what is to come
 
     def stats(self) -> ExpertStats:
         """Numbers for people."""
@@ -164,7 +173,7 @@ class ExpertBalancer:
             if self._decision.done():
                 self._decided(self._decision.result())
                 self._decision = None
-        elif self._is_due and self._window.is_whole and not self._moves:
+        elif self._is_due and self._window.steps and not self._moves:
             load = [[max(tokens, _LEAST_TOKENS) for tokens in row] for row in self._window.load]
             costs = Costs(self._window.slowest_s, self._config.expert_bytes, self._bytes_per_s, self._config.horizon)
             self._decision = self._thinking.submit(self._policy.decide, self.map, load, costs, 1, self._config.groups)
@@ -197,8 +206,10 @@ class _Window:
         self._expert_s: list[dict[int, float]] = [{} for _ in config.layers]
         self._combine_s = [0.0] * config.ranks
         self._sent_bytes = [0] * config.ranks
-        self._told: dict[int, int] = {}
-        """Steps that each rank told of."""
+        self._tokens: list[dict[int, int]] = [{} for _ in config.layers]
+        """By layer and rank."""
+        self.steps = 0
+        """Steps that every rank has told of."""
 
     def add(self, report: ExpertReport) -> None:
         rank = report.world_rank
@@ -208,18 +219,13 @@ class _Window:
             self._combine_s[rank] += layer.combine_s
             if rank in self._config.counting:
                 self.load[index] = [total + more for total, more in zip(self.load[index], layer.tokens, strict=True)]
+                self._tokens[index][rank] = self._tokens[index].get(rank, 0) + sum(layer.tokens)
         self._sent_bytes[rank] += report.sent_bytes
-        self._told[rank] = self._told.get(rank, 0) + report.steps
+        self.steps += report.steps if rank == 0 else 0
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has told of as many steps as the others."""
-        return len(self._told) == self._config.ranks and len(set(self._told.values())) == 1
-
-    @property
-    def steps(self) -> int:
-        """Steps that ranks have told of."""
-        return max(self._told.values(), default=0)
+    def balancedness(self) -> list[float]:
+        """Mean over maximum of the tokens that ranks ran, layer by layer; 1 where there were none."""
+        return [_mean(list(ran.values())) / max(ran.values()) if any(ran.values()) else 1.0 for ran in self._tokens]
 
     @property
     def slowest_s(self) -> float:
@@ -230,14 +236,14 @@ class _Window:
     def _slowest(self) -> float:
         return sum(max(seconds.values(), default=0.0) for seconds in self._expert_s)
 
-    def stats(self, before: ExpertStats, placed: ExpertMap) -> ExpertStats:
+    def stats(self, before: ExpertStats) -> ExpertStats:
         by_rank = [sum(seconds.get(rank, 0.0) for seconds in self._expert_s) for rank in range(self._config.ranks)]
         used = sum(_mean(list(seconds.values())) for seconds in self._expert_s if seconds)
         return before.model_copy(
             update={
                 "top_tokens": [max(row) for row in self.load],
                 "mean_tokens": [sum(row) / len(row) for row in self.load],
-                "balancedness": balancedness(placed, self.load),
+                "balancedness": self.balancedness(),
                 "sent_bytes": list(self._sent_bytes),
                 "expert_s": by_rank,
                 "combine_s": list(self._combine_s),

@@ -75,16 +75,16 @@ class Decoder(nn.Module):
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
-        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes))
+        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes, batch.turn))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
         return self._leave(hidden, region)
 
     @torch.inference_mode()
-    def serve(self, lanes: Lanes) -> Tensor:
+    def serve(self, lanes: Lanes, turn: int) -> Tensor:
         """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none: [0, hidden]."""
-        exchange = self.exchanges.of(lanes)
+        exchange = self.exchanges.of(lanes, turn)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
         return self._none

@@ -46,6 +46,7 @@ class Shuffler:
         ("mixtral", "attn_dp=2,ep=2,redundant_experts=1", 2000),
         ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2", 120),
         ("gpt_oss", "tp=4,ep=2", 120),
+        ("mixtral_one", "attn_dp=2,ep=2,pp=2,dispatch=a2a", 120),
         ("glm4_moe", "attn_dp=2,tp=2,ep=4,pp=2,dispatch=a2a", 120),
         ("mixtral", "cp=2,tp=2,moe_dp=2,ep=2,dispatch=gather", 120),
     ],
@@ -125,3 +126,17 @@ def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
     for before, after, most in zip(first, stats.balancedness, bound(load, balancing.experts.slots), strict=True):
         assert before < 0.75
         assert after >= 0.9 * most
+
+
+def test_a_lone_sequence_uses_all_copies() -> None:
+    """Two of everything on two ranks: each runs half of what one request asks for."""
+    model, layout = tiny("mixtral"), Layout.parse("attn_dp=2,ep=2,redundant_experts=4")
+    balancing = Balancing.of(model.spec, layout, 4, interval=0, skew=None)
+    assert balancing is not None
+    config = EngineConfig(block_size=16, num_blocks=64, max_model_len=200, experts=balancing)
+    with in_process(model, str(layout), config) as replica:
+        prompt, sampling = [5], SamplingParams(temperature=0.0)
+        replica.run(GenerateRequest(request_id="one", prompt=prompt, max_tokens=130, sampling=sampling))
+        stats = replica.engine.stats().experts
+    assert stats is not None
+    assert min(stats.balancedness) > 0.9

@@ -40,7 +40,7 @@ def test_tokens_that_travel_are_rounding(family: str, layout: str, dispatch: str
 def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
     """256 experts, 8 a token, 8 ranks, a router without favour: 5.29 rows a token, not 8."""
     ends = torch.arange(32, 257, 32)
-    way = AllToAllWay(SoloGroup("moe"), [2000], ends, moe_tp=1)
+    way = AllToAllWay(SoloGroup("moe"), [2000], 0, ends, moe_tp=1)
     slots = torch.rand(2000, 256, generator=torch.Generator().manual_seed(0)).topk(8).indices
     goes = way._destinations(slots)
     assert float(goes.sum(1, dtype=torch.float32).mean()) == pytest.approx(distinct_ranks(256, 8, 8), rel=0.02)

@@ -17,7 +17,17 @@ from tests.tiny_models import tiny
 from tests.verifying import verify
 
 DRAWS = 308
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "mimo_v2", "deepseek_v2_moe", "deepseek_v3_moe")
+WITH_EXPERTS = (
+    "mixtral",
+    "mixtral_one",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "mimo_v2",
+    "deepseek_v2_moe",
+    "deepseek_v3_moe",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -54,12 +54,12 @@ def moves_of(balancer: ExpertBalancer, plans: int, until: int | None = None) -> 
     return found
 
 
-def test_a_look_that_is_due_waits_until_all_ranks_have_told() -> None:
+def test_a_load_counts_once_all_ranks_have_told_of_it() -> None:
     balancer = ExpertBalancer(balancing(interval=0, skew=0.8))
-    balancer.take(report(0))
-    balancer.take(report(1))
-    balancer.take(report(0))  # rank 1's second report is on its way when skew calls, which it does once
+    for step in range(3):
+        balancer.take(report(0, step))  # a first stage is always ahead
     assert moves_of(balancer, 3) == [[]] * 3
+    assert balancer.stats().balancedness == []
     balancer.take(report(1))
     [move] = [move for moves in moves_of(balancer, 1, until=1) for move in moves]
     assert move.layer == 1, "the other layer is even already"

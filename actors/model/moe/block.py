@@ -42,10 +42,10 @@ class MixtureOfExperts(nn.Module):
         """What the rank holds of [tokens, hidden], before and after."""
         return step.exchange.through(self, x, step.region)
 
-    def route(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """See `Mixture`."""
         weights, experts = self.router(x)
-        return weights, self.homes.slots(experts, first)
+        return weights, self.homes.slots(experts, turn)
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
@@ -54,9 +54,9 @@ class MixtureOfExperts(nn.Module):
         with self.tally.experts.span():
             return self.experts(x, weights, own)  # type: ignore[no-any-return]
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, turn: int) -> Tensor:
         """See `Mixture`."""
-        return self.run(x, *self.route(x))
+        return self.run(x, *self.route(x, turn))
 
     def begin(self, x: Tensor, region: Region) -> Complete:
         """See `Mixture`."""
@@ -95,8 +95,8 @@ class MixtureWithShared(MixtureOfExperts):
         self.shared = shared
         self._begin = begin_on(router.weight.device)
 
-    def partial(self, x: Tensor) -> Tensor:
-        return super().partial(x) + self.shared(x)  # type: ignore[no-any-return]
+    def partial(self, x: Tensor, turn: int) -> Tensor:
+        return super().partial(x, turn) + self.shared(x)  # type: ignore[no-any-return]
 
     def begin(self, x: Tensor, region: Region) -> Complete:
         everything = region.gather(x)

@@ -46,16 +46,16 @@ class Mixture(Protocol):
 
     tally: Tally
 
-    def route(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> weights [tokens, top_k] fp32 and slots [tokens, top_k].
 
-        `first`: number of the first of these tokens among those of the copy, by which the copies of an expert take turns.
+        `turn`: that of the first of these tokens; copies of an expert take turns.
         """
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """This rank's part of the routed sum [tokens, hidden]: its slots, its columns of them."""
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, turn: int) -> Tensor:
         """This rank's part of everything, where `x` [tokens, hidden] is on every rank of the tp group."""
 
     def begin(self, x: Tensor, region: Region) -> Complete:
@@ -82,8 +82,11 @@ class Way(Protocol):
 class SumExchange:
     """Every rank of the copy holds all its tokens. One that has none is in a copy that has none."""
 
+    def __init__(self, turn: int) -> None:
+        self._turn = turn
+
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        partial = mixture.partial(region.gather(x))
+        partial = mixture.partial(region.gather(x), self._turn)
         with mixture.tally.combine.span():
             return region.sum(partial)
 
@@ -114,14 +117,14 @@ class NoWay:
 
 
 class GatherWay:
-    """All own tokens of the copy to every rank of it; `sizes` are those of each."""
+    """All own tokens of the copy to every rank of it; `sizes` are those of each, `turn` that of the first."""
 
-    def __init__(self, copy: Group, sizes: Sequence[int]) -> None:
-        self._copy, self._sizes = copy, sizes
+    def __init__(self, copy: Group, sizes: Sequence[int], turn: int) -> None:
+        self._copy, self._sizes, self._turn = copy, sizes, turn
 
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
         tokens = self._copy.all_gather(own, self._sizes)
-        partial = mixture.run(tokens, *mixture.route(tokens))
+        partial = mixture.run(tokens, *mixture.route(tokens, self._turn))
         with mixture.tally.combine.span():
             return self._copy.reduce_scatter(partial, self._sizes)
 
@@ -129,13 +132,13 @@ class GatherWay:
 class AllToAllWay:
     """A token once to each rank that has something of its experts."""
 
-    def __init__(self, copy: Group, sizes: Sequence[int], ends: Tensor, moe_tp: int) -> None:
+    def __init__(self, copy: Group, sizes: Sequence[int], turn: int, ends: Tensor, moe_tp: int) -> None:
         """`ends` [ep] int64: one past the last slot of each ep rank; ep rank i is `moe_tp` ranks of `copy`, in order."""
         self._copy, self._ends, self._moe_tp = copy, ends, moe_tp
-        self._first = sum(sizes[: copy.rank])
+        self._turn = turn + sum(sizes[: copy.rank])
 
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
-        weights, slots = mixture.route(own, self._first)
+        weights, slots = mixture.route(own, self._turn)
         goes = self._destinations(slots)
         send, receive = self.counts(goes)
         token = _sorted_by_rank(goes)[: sum(send)]
@@ -169,13 +172,18 @@ def _sorted_by_rank(goes: Tensor) -> Tensor:
 def _pack(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     """[tokens, bytes] uint8: hidden states, weights (fp32) and slots (int32), so that one message carries all."""
     parts = (x, weights, slots.to(torch.int32))
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+    return torch.cat([_in_rows(part).view(torch.uint8) for part in parts], 1)
+
+
+def _in_rows(part: Tensor) -> Tensor:
+    """The same with the strides of its shape, which `contiguous` does not give what has no rows or one column."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _unpack(rows: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `_pack`; hidden states are like those of `like`."""
     sizes = [like.shape[1] * like.itemsize, _WEIGHT_BYTES * top_k, _WEIGHT_BYTES * top_k]
-    x, weights, slots = (part.clone(memory_format=torch.contiguous_format) for part in torch.split(rows, sizes, 1))
+    x, weights, slots = (_in_rows(part) for part in torch.split(rows, sizes, 1))
     return x.view(like.dtype), weights.view(torch.float32), slots.view(torch.int32).to(torch.int64)
 
 

@@ -21,15 +21,15 @@ from placement.model_spec import ModelSpec
 class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
-    def of(self, lanes: Lanes) -> Exchange:
-        """The one of a step whose rows have so many new tokens in each lane."""
+    def of(self, lanes: Lanes, turn: int) -> Exchange:
+        """The one of a step whose rows have so many new tokens in each lane; `turn` is that of its first token."""
 
 
 class OnlySums:
     """For models without experts, and ranks that all hold all tokens."""
 
-    def of(self, lanes: Lanes) -> Exchange:
-        return SumExchange()
+    def of(self, lanes: Lanes, turn: int) -> Exchange:
+        return SumExchange(turn)
 
 
 class ExchangesByRule:
@@ -44,7 +44,7 @@ class ExchangesByRule:
         element_bytes: int,
         device: torch.device,
     ) -> None:
-        """`element_bytes`: of one number of a hidden state."""
+        """`element_bytes`: of one turn of a hidden state."""
         assert spec.moe is not None
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
@@ -52,19 +52,19 @@ class ExchangesByRule:
         self._copy = mesh.moe_coords(layout, world_rank).moe_dp
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
-    def of(self, lanes: Lanes) -> Exchange:
+    def of(self, lanes: Lanes, turn: int) -> Exchange:
         mode = expert_modes.mode(self._spec, self._layout, lanes, self._element_bytes)
         if mode == "sum":
-            return SumExchange()
+            return SumExchange(turn)
         handed = expert_tokens.of_copy(expert_tokens.handed_in(lanes, self._layout), self._layout, self._copy)
-        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, handed))
+        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, handed, turn))
 
-    def _way(self, mode: Mode, handed: Sequence[int]) -> Way:
+    def _way(self, mode: Mode, handed: Sequence[int], turn: int) -> Way:
         if not any(handed):
             return NoWay()
         if mode == "gather":
-            return GatherWay(self._moe, handed)
-        return AllToAllWay(self._moe, handed, self._ends, self._layout.moe_tp)
+            return GatherWay(self._moe, handed, turn)
+        return AllToAllWay(self._moe, handed, turn, self._ends, self._layout.moe_tp)
 
     def _own(self, new_lens: Sequence[int]) -> OwnTokens:
         if expert_tokens.num_common(new_lens, self._cp.size):

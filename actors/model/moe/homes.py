@@ -6,8 +6,9 @@ Ten experts and two redundant ones in three slots on each of four ranks; this is
     experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         turns 1
                                        └ own
 
-Tokens take turns between the copies of an expert by their number among those of the copy's step, which every rank finds in the
-plan. Copies are equal, so a token's result does not depend on its turn.
+Tokens take turns between the copies of an expert: a token's turn is that of the step (`StepPlan.turn`) and its own number among
+those of the copy, so every rank finds it in the plan, and a lone sequence uses all copies too. Copies are equal: what comes out
+does not depend on turns.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Homes:
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
         self._turns = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
 
-    def slots(self, experts: Tensor, first: int) -> Tensor:
-        """[tokens, top_k]: the slot that runs each; `first` is the number of the first token."""
+    def slots(self, experts: Tensor, turn: int) -> Tensor:
+        """[tokens, top_k]: the slot that runs each; `turn` is that of the first token."""
         if self._table.shape[1] == 1:
             return self._table[experts, 0]
-        token = torch.arange(first, first + len(experts), device=self._device)[:, None]
+        token = torch.arange(turn, turn + len(experts), device=self._device)[:, None]
         return self._table[experts, token % self._turns[experts]]
 
     def here(self, slots: Tensor) -> Tensor:
