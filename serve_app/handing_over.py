@@ -26,7 +26,7 @@ class PrefillPool:
 
     def __init__(self, prefill: DeploymentHandle[Any]) -> None:
         self.handle = prefill
-        self._generate: Any = prefill.options(method_name="generate")
+        self.generate: Any = prefill.options(method_name="generate")
         self._sender = TokenSender()
 
     async def run(self, request: GenerateRequest, ticket: KVTicket) -> None:
@@ -46,7 +46,7 @@ class PrefillPool:
         """One replica. None where it has told the decode side itself how it ended."""
         assert request.ticket is not None
         # In a context of its own: see `HandleBackend`.
-        call = Context().run(self._generate.remote, request.pack(), request.ticket.reply_to, avoid=tuple(avoid))
+        call = Context().run(self.generate.remote, request.pack(), request.ticket.reply_to, avoid=tuple(avoid))
         try:
             refused = await call
         except (RayError, RayServeException) as error:

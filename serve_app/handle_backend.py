@@ -32,6 +32,9 @@ _PROBE_S = 5.0
 _LAST_EVENT_S = 10.0
 """The call of a request and its events take different ways; the last event may come after the call has returned."""
 
+_SENT_S = 2.0
+"""When a request has ended, its prefill replica knows so soon that it has sent everything; one that does not is told to stop."""
+
 _LOST = (RayError, RayServeException)
 
 
@@ -48,28 +51,33 @@ class HandleBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `serve_app.backend.Backend`. A replica that dies ends the request with one error event.
 
-        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn.
+        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn; and
+        where the whole decode pool is down, a prefill replica computes everything.
         """
         refused_by: list[str] = []
+        pool = self._generate
         if self._prefill is not None and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
         while True:
             try:
-                async with aclosing(self._ask(request, refused_by)) as events:
+                async with aclosing(self._ask(pool, request, refused_by)) as events:
                     async for event in events:
                         yield event
                 return
             except _ReplicaDown as down:
-                if down.replica in refused_by:  # there is no other left
+                if down.replica not in refused_by:
+                    refused_by.append(down.replica)
+                elif self._prefill is not None and pool is self._generate:
+                    pool, request = self._prefill.generate, request.model_copy(update={"reserves": False})
+                else:  # there is no other left
                     raise
-                refused_by.append(down.replica)
 
-    async def _ask(self, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
+    async def _ask(self, pool: Any, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
         receiver = self._listening()
         events = receiver.open(request.request_id)
         # In a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
         # by id loses all but one of those that wait at once (a request for several choices makes several calls).
-        call = Context().run(self._generate.remote, request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
+        call = Context().run(pool.remote, request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
         watch = asyncio.create_task(_watch(call, request, events))
         handing: asyncio.Task[None] | None = None
         finished = False
@@ -87,8 +95,8 @@ class HandleBackend:
                 event = None
         finally:
             watch.cancel()
-            if handing is not None:
-                handing.cancel()
+            if handing is not None:  # a prompt that nobody waits for any more; usually it has been sent, and this is no news
+                asyncio.get_running_loop().call_later(_SENT_S if finished else 0, handing.cancel)
             receiver.forget(request.request_id)
             if not finished:
                 call.cancel()

@@ -1,0 +1,214 @@
+"""A prompt's KV from one host to another over a slow link: how much of the transfer is left when the last chunk is computed.
+
+    namespace a: prefill engine, rank ──veth, 1 Gbit/s each way, UCX over TCP──→ namespace b: decode engine, ranks
+
+The same prompt goes twice: in one chunk, where nothing hides the transfer (its whole time), and in chunks as pools use them.
+Needs root, `ip` and `tc`; the rest of the file system, and the control messages, are shared.
+
+    python -m benchmarks.handoff [--tokens 4096] [--rate 1gbit] [--decode pp=2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+
+from actors.config import RankConfig
+from actors.engine.config import EngineConfig, Pool
+from actors.engine.engine import Engine
+from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from placement import checkpoint_header
+from placement.layout import Layout
+from serve_app.catalog import resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+WAIT_S = 600.0
+BLOCK = 16
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--tokens", type=int, default=4096)
+    options.add_argument("--chunk", type=int, default=512)
+    options.add_argument("--rate", default="1gbit")
+    options.add_argument("--prefill", default="tp=1")
+    options.add_argument("--decode", default="pp=2")
+    options.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    if asked.side:
+        path, name, chunk, layout = asked.side
+        serve_side(Client(path), name, layout, int(chunk), asked.tokens)
+        return
+    whole = measure(asked, asked.tokens)
+    chunked = measure(asked, asked.chunk)
+    assert whole["tokens"] == chunked["tokens"], "the same prompt was answered in two ways"
+    share = chunked["exposed_s"] / whole["exposed_s"]
+    print(json.dumps({"whole": whole, "chunked": chunked, "exposed_share": round(share, 3)}, indent=1))
+
+
+def measure(asked: argparse.Namespace, chunk: int) -> dict[str, object]:
+    """One hand-off, after one that connects the two sides."""
+    with namespaces(asked.rate) as (one, other), sides(asked, chunk, one, other) as (prefill, decode):
+        hand_over(prefill, decode, 64, "warm")
+        before = stats_of(prefill)
+        tokens, first_s, second_s = hand_over(prefill, decode, asked.tokens, "timed")
+        after = stats_of(prefill)
+    moved = {name: after[name] - before[name] for name in ("sent_bytes", "exposed_s", "transfer_s")}
+    bits = 8 * moved["sent_bytes"] / moved["exposed_s"] if chunk >= asked.tokens else None
+    return {
+        "chunk": chunk,
+        **moved,
+        "link_bits_per_s": bits,
+        "first_token_s": first_s,
+        "second_token_s": second_s,
+        "tokens": tokens,
+    }
+
+
+def hand_over(prefill: Connection, decode: Connection, length: int, name: str) -> tuple[list[int], float, float]:
+    """A request through both sides, as an ingress takes it; its tokens, and seconds to the first and the second."""
+    prompt = [(17 * at + at * at // 7) % 4000 + 50 for at in range(length, 2 * length)]
+    request = GenerateRequest(
+        request_id=name, prompt=prompt, max_tokens=3, sampling=SamplingParams(temperature=0.0), reserves=True
+    )
+    decode.send(("submit", request.pack()))
+    tokens, times, began = list[int](), list[float](), time.perf_counter()
+    while True:
+        [ready, *_] = wait([prefill, decode], WAIT_S)
+        event = TokenEvent.unpack(ready.recv())
+        if ready is prefill:
+            decode.send(("take", event.pack()))
+        elif event.ticket is not None:
+            ticket = event.ticket
+            told = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
+            prefill.send(("submit", told.pack()))
+            decode.send(("take", TokenEvent(request_id=ticket.ticket_id).pack()))
+        else:
+            tokens += event.tokens
+            times += [time.perf_counter() - began] * len(event.tokens)
+            if event.finish is not None:
+                assert event.finish == "length", event
+                return tokens, times[0], times[1]
+
+
+def stats_of(side: Connection) -> dict[str, float]:
+    side.send(("stats", b""))
+    while isinstance(answer := side.recv(), bytes):
+        pass  # the last event of the hand-off, which has no more to say
+    return answer
+
+
+def serve_side(pipe: Connection, name: str, layout: str, chunk: int, tokens: int) -> None:
+    """One engine and its ranks, until the pipe is closed."""
+    import torch
+
+    from actors.threads import ThreadRanks
+
+    torch.set_num_threads(1)
+    path = resolve("smollm2-135m").path
+    parsed, spec = Layout.parse(layout), checkpoint_header.read(path)
+    blocks = -(-(tokens + 256) // BLOCK)
+    rank = RankConfig(
+        world_rank=0,
+        layout=parsed,
+        spec=spec,
+        model_path=str(path),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK,
+        threads=1,
+        in_pool=True,
+    )
+    config = EngineConfig(
+        num_blocks=blocks,
+        block_size=BLOCK,
+        stages=parsed.pp,
+        max_model_len=tokens + 200,
+        max_batch_tokens=max(tokens, 64),
+        max_chunk_tokens=chunk,
+        step_timeout_s=WAIT_S,
+        pool=Pool(layout=parsed, lease_s=WAIT_S, expected_tokens=8),
+    )
+    engine = Engine(config, ThreadRanks(rank, blocks))
+    engine.start()
+    pipe.send(name)
+    try:
+        while True:
+            what, data = pipe.recv()
+            if what == "submit":
+                engine.submit(GenerateRequest.unpack(data), lambda event: pipe.send(event.pack()))
+            elif what == "take":
+                engine.take(TokenEvent.unpack(data))
+            else:
+                while engine.stats().hand_offs.sending:  # type: ignore[union-attr]
+                    time.sleep(0.001)
+                pipe.send(engine.stats().hand_offs.model_dump())  # type: ignore[union-attr]
+    except EOFError:
+        engine.close()
+
+
+@contextmanager
+def sides(asked: argparse.Namespace, chunk: int, one: str, other: str) -> Iterator[tuple[Connection, Connection]]:
+    """A process in each namespace, ready."""
+    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/control") as listener:
+        environment = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0"}
+        command = [sys.executable, "-m", "benchmarks.handoff", "--tokens", str(asked.tokens), "--side", f"{folder}/control"]
+        processes = [
+            subprocess.Popen(["ip", "netns", "exec", space, *command, name, str(chunk), layout], env=environment, cwd=ROOT)
+            for space, name, layout in ((one, "prefill", asked.prefill), (other, "decode", asked.decode))
+        ]
+        pipes = {}
+        try:
+            for _ in processes:
+                pipe = listener.accept()
+                pipes[pipe.recv()] = pipe
+            yield pipes["prefill"], pipes["decode"]
+        finally:
+            for pipe in pipes.values():
+                pipe.close()
+            for process in processes:
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+@contextmanager
+def namespaces(rate: str) -> Iterator[tuple[str, str]]:
+    """Two network namespaces, joined by a link of that rate."""
+    mark = secrets.token_hex(3)
+    spaces = [f"sw{mark}a", f"sw{mark}b"]
+    try:
+        for space in spaces:
+            run("ip", "netns", "add", space)
+            run("ip", "-n", space, "link", "set", "lo", "up")
+        run("ip", "link", "add", "e0", "netns", spaces[0], "type", "veth", "peer", "name", "e0", "netns", spaces[1])
+        for number, space in enumerate(spaces, start=1):
+            run("ip", "-n", space, "address", "add", f"10.77.0.{number}/24", "dev", "e0")
+            run("ip", "-n", space, "link", "set", "e0", "up")
+            run(
+                *("tc", "-n", space, "qdisc", "add", "dev", "e0", "root", "tbf"),
+                *("rate", rate, "burst", "256kb", "latency", "50ms"),
+            )
+        yield spaces[0], spaces[1]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()
