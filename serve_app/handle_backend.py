@@ -33,7 +33,7 @@ _LAST_EVENT_S = 10.0
 """The call of a request and its events take different ways; the last event may come after the call has returned."""
 
 _SENT_S = 2.0
-"""When a request has ended, its prefill replica knows so soon that it has sent everything; one that does not is told to stop."""
+"""When a request has ended, its prefill replica knows so soon that it has sent everything; one that does not is told."""
 
 _LOST = (RayError, RayServeException)
 
