@@ -18,6 +18,7 @@ from actors.assembly import Parts
 from actors.engine.config import EngineConfig, Pool
 from actors.engine.refusal import RequestRefused
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.tiers.librarian import Librarian
 from actors.transfer.courier import Courier
 from actors.transfer.local import LocalTransport, Switchboard
 from actors.transfer.transport import Transport
@@ -125,6 +126,9 @@ def _side(
 
     def attach(parts: Parts) -> Parts:
         transport = make(f"{name}{parts.config.world_rank}")
-        return replace(parts, courier=Courier.of(parts.config, parts.cache, transport, "local", "a" * 64))
+        courier = Courier.of(parts.config, parts.cache, transport, "local", "a" * 64)
+        if config.tiers is None:
+            return replace(parts, courier=courier)
+        return replace(parts, courier=courier, librarian=Librarian(parts.config, parts.cache, config.tiers.settings))
 
     return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach

@@ -212,9 +212,6 @@ class Scheduler:
     def _draft(self, lane: Lane, now: float) -> Draft:
         """A lane's part of the step, as far as those go that run there already."""
         draft = Draft(self.counts.steps, self.config.max_batch_tokens, lane.index, self.config.kv_owners)
-        for sequence in self.shelves.ready(lane.index):
-            self._register(sequence)
-            self._begin(sequence, draft, now)
         lane.plan_decodes(draft)
         for victim in draft.preempted:
             self._ended.append(victim.sequence_id)
@@ -222,6 +219,10 @@ class Scheduler:
             victim.preemptions += 1
             self.waiting.push_back_in(victim)
             self.counts.preemptions += 1
+        # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
+        for sequence in self.shelves.ready(lane.index):
+            self._register(sequence)
+            self._begin(sequence, draft, now)
         for sequence in self.reservations.ready(lane.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
             lane.run(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch
 from actors.engine.config import EngineConfig
 from actors.engine.refusal import InvalidRequest
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.tiers.settings import TierSettings
 from actors.transfer.pages import copy_slots
 from placement.handoff import Copy, Side, head_bytes
 from placement.handoff_pages import PageTable
 from placement.layout import Layout
 from tests.cpu.test_mixed_load import requests
+from tests.cpu.test_tiered_engine import answers, prompts, request, tiered
 from tests.handoff_cases import kept
 from tests.inprocess import in_process
 from tests.pools import pools
@@ -142,6 +145,23 @@ def test_a_model_with_experts(prefill: str, decode: str) -> None:
         waiting = [both.submit(greedy(length)) for length in LENGTHS]
         assert [both.decode.finish(events).tokens for events in waiting] == expected
         assert both.decode.engine.stats().hand_offs.received == len(LENGTHS)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("attn_dp=2", "tp=3"), ("pp=3", "cp=2")])
+def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, decode: str) -> None:
+    """A prompt's front comes from the tiers of the prefill side, the rest is computed, and all of it is handed over. What
+    preemptions on the decode side lose comes back from its own."""
+    model, texts = tiny("llama3"), prompts(7, 14)
+    expected = answers(model, texts)
+    settings = TierSettings(model_digest="a" * 64, host_bytes=64 << 20, directory=tmp_path)
+    one, other = (tiered(model, layout, 30, settings)[0] for layout in (prefill, decode))
+    with pools(model, prefill, decode, one, other, expected_tokens=2) as both:
+        for turn in range(3):
+            waiting = [both.submit(request(f"{turn}-{at}", text)) for at, text in enumerate(texts)]
+            assert [both.decode.finish(events).tokens for events in waiting] == expected
+        both.wait_until_idle()
+        assert both.decode.engine.stats().hand_offs.received > len(texts)
+        assert both.prefill.engine.stats().tier_found_tokens > 0
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
