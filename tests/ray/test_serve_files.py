@@ -16,6 +16,7 @@ import httpx
 import pytest
 import yaml
 
+from actors.transfer.nixl_transport import is_installed
 from serve_app.settings import ServeArgs
 from tests.ray.server import environment, free_port, kill, wait_until
 from tests.ray.streaming import body
@@ -69,15 +70,21 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_serve_run_takes_strings(head: Head, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pools", [("layout=tp=2",), ("prefill=tp=2*1", "decode=pp=2")])
+def test_serve_run_takes_strings(head: Head, tmp_path: Path, pools: tuple[str, ...]) -> None:
+    if len(pools) > 1 and not is_installed():
+        pytest.skip("NIXL is not installed: pip install 'shardwright[pools]'")
     model, log = str(tiny("llama3").folder), tmp_path / "log"
-    given = [f"model={model}", "layout=tp=2", "max_model_len=64", "kv_bytes=1MiB", "dtype=float32"]
+    given = [f"model={model}", *pools, "max_model_len=64", "kv_bytes=1MiB", "dtype=float32"]
     process = head.spawn("serve", "run", f"--address={head.address}", "serve_app.app:build", *given, log=log)
     try:
         wait_until(lambda: status("http://127.0.0.1:8000/health") == 200, 120, log.read_text)
-        answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body([1, 2, 3], 4), timeout=60).json()
+        answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body([*range(1, 20)], 4), timeout=60).json()
         assert answer["usage"]["completion_tokens"] == 4
         assert httpx.get("http://127.0.0.1:8000/v1/models").json()["data"][0]["max_model_len"] == 64
+        metrics = httpx.get("http://127.0.0.1:8000/metrics").text.splitlines()
+        received = [float(line.split()[-1]) for line in metrics if line.startswith("shardwright_engine_handoff_received{")]
+        assert sum(received) == len(pools) - 1
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
