@@ -207,15 +207,15 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
     from cluster.status import slow_crossings
 
     settings = served.engine
+    slow: list[str] = []
+    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+        slow = [line for each in served.by_name.values() for line in slow_crossings(each)]
     print(f"\nShardwright is ready: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
     if settings.max_model_len < usual:
         print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
     path, body = _example(texts)
-    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
-        for each in served.by_name.values():
-            for line in slow_crossings(each):
-                print(f"  {line}\n")
+    print("".join(f"  {line}\n" for line in slow), end="\n" if slow else "")
     print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from placement.hardware import ClusterSpec
-from tests.ray.server import Server, run, serving, wait_until
+from tests.ray.server import Server, environment, kill, run, serving, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
@@ -45,6 +48,21 @@ threading.Timer(2, first.free).start()
 second = take(asked("tp=2,pp=2", start_timeout_s=30))
 print("freed|" + str(second.bundle_of_rank))
 disconnect(cluster)
+"""
+
+
+RACKS = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+for index in range(2):
+    only_head = {"include_dashboard": False} if index == 0 else {}
+    labels = {"rack": f"r{index}", "shardwright/name": f"n{index}"}
+    cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20, labels=labels, **only_head)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
 """
 
 
@@ -123,6 +141,30 @@ def test_engines_that_start_together_do_not_meet() -> None:
         again = server.ranks()
         assert [asked(server, seed) for seed in range(8)] == before
         assert server.ranks() == again, "no second try"
+
+
+def test_a_layout_that_must_cross_a_slow_link_says_so_where_it_is_served() -> None:
+    """Two racks, on a cluster that is there before the command and after it."""
+    mark, open_access = secrets.token_hex(8), {"RAY_AUTH_MODE": "disabled"}
+    line = [sys.executable, "-c", RACKS]
+    racks = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(mark, open_access))
+    try:
+        assert racks.stdin is not None
+        assert racks.stdout is not None
+        address = ["--address", racks.stdout.readline().strip()]
+        with serving(str(tiny("llama3").folder), "--layout", "tp=2,pp=2", *address, env=open_access) as server:
+            told = server.log.read_text()
+            assert re.search(r"stage boundary \(pp\) crosses (n0 -> n1|n1 -> n0)", told), told
+            assert "slow link, assumed 10 Gbit/s" in told
+        refused = run("serve", str(tiny("llama3").folder), "--layout", "tp=4", *address, env=open_access)
+        assert refused.returncode == 2
+        assert "tp=4 does not fit inside one node: the largest, n0, has 2 slots" in refused.stderr
+        idle = run("status", *address, env=open_access)
+        assert (idle.returncode, idle.stdout) == (1, "application NOT_STARTED\n")
+        racks.stdin.close()
+        racks.wait(60)
+    finally:
+        kill(racks, mark)
 
 
 def asked(server: Server, seed: int) -> list[int]:
