@@ -29,7 +29,7 @@ OVERLAYS = {
         {"model": "/models/Qwen3-235B-A22B", "layout": "tp=8,cp=2,ep=16", **_GPUS},
     ),
 }
-"""What each is, and how it is asked for. (Separate pools for prefill and decode are not served yet, so there is none.)"""
+"""What each is, and how it is asked for. (`render` writes no separate pools for prefill and decode yet.)"""
 
 _CLOUD_GPUS = {**_GPUS, "model": "Qwen/Qwen3-32B", "layout": "tp=8,pp=2", "target": "ray-up", "name": "shardwright"}
 CONFIGS = {
