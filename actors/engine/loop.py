@@ -174,7 +174,7 @@ class StepLoop:
                 tier_found_tokens=scheduler.shelves.counts.found_tokens,
                 tier_hits=dict(scheduler.shelves.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
-                hand_offs=None if self.config.pool is None else scheduler.hand_off_stats(),
+                hand_offs=None if self.config.pool is None else scheduler.hand_offs.stats(),
             )
 
     def _run(self) -> None:
@@ -185,7 +185,7 @@ class StepLoop:
                 self._send_plans()
                 if self._in_flight:
                     self._take_result()
-                elif self._scheduler.waits_for_others:
+                elif self._scheduler.hand_offs:
                     self._link.listen(_LISTEN_S)
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
@@ -221,7 +221,7 @@ class StepLoop:
 
     def _has_work(self) -> bool:
         came = self._inbox or self._cancelled or self._said
-        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.waits_for_others)
+        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.hand_offs)
 
     def _hear(self) -> None:
         """Take what ranks tell of hand-offs."""

@@ -28,12 +28,10 @@ from dataclasses import dataclass
 from actors.engine.config import EngineConfig
 from actors.engine.draft import Draft, plan_of
 from actors.engine.fairness import TenantCounters
+from actors.engine.hand_offs import HandOffs
 from actors.engine.lane import Lane, choose
-from actors.engine.outgoing import Outgoings
-from actors.engine.reservations import Reservation, Reservations
+from actors.engine.reservations import Reservation
 from actors.engine.sequence import Sequence, State
-from actors.engine.shelves import Shelves
-from actors.engine.stats import HandOffStats
 from actors.engine.waiting import WaitingQueue
 from actors.messages import (
     FinishReason,
@@ -79,9 +77,9 @@ class Scheduler:
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
-        self.reservations = Reservations(config, self.lanes)
-        self.outgoing = Outgoings(config, self.lanes)
-        self.shelves = Shelves(config, self.lanes)
+        self.hand_offs = HandOffs(config, self.lanes)
+        self.reservations, self.outgoing = self.hand_offs.reservations, self.hand_offs.outgoing
+        self.shelves = self.hand_offs.shelves
         self._live: dict[str, Sequence] = {}
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -94,11 +92,6 @@ class Scheduler:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether a hand-off or a fetch is under way: something may have to be done though nothing is in flight."""
-        return bool(self.reservations) or bool(self.outgoing) or bool(self.shelves)
 
     @property
     def running(self) -> list[Sequence]:
@@ -165,27 +158,6 @@ class Scheduler:
             self.reservations.close(made)
         return events
 
-    def hand_off_stats(self) -> HandOffStats:
-        """Numbers of both sides."""
-        into, out = self.reservations.counts, self.outgoing.counts
-        reserved = sum(lane.num_reserved for lane in self.lanes)
-        return HandOffStats(
-            reserved=reserved,
-            draining=len(self.reservations) - reserved,
-            sending=len(self.outgoing),
-            reservations=into.made,
-            reservation_wait_s=into.wait_s,
-            received=into.completed,
-            fallen_back=into.fallen_back,
-            outlived=into.outlived,
-            sent=out.completed,
-            failed=out.failed,
-            sent_bytes=out.num_bytes,
-            transfer_s=out.busy_s,
-            exposed_s=out.exposed_s,
-            overlap=out.overlap,
-        )
-
     def _first_token(self, sequence: Sequence, event: TokenEvent) -> list[TokenEvent]:
         if sequence.prompt_logprobs and event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs
@@ -206,8 +178,8 @@ class Scheduler:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
         drafts = [self._draft(lane, now) for lane in self.lanes]
         self._admit(drafts, now)
-        has_news = self.reservations.expects or self.reservations.forgets or self.outgoing.forgets or self.shelves.has_news
-        return self._commit(drafts) if has_news or any(draft.rows or draft.started for draft in drafts) else None
+        is_due = self.hand_offs.has_news or any(draft.rows or draft.started for draft in drafts)
+        return self._commit(drafts) if is_due else None
 
     def _draft(self, lane: Lane, now: float) -> Draft:
         """A lane's part of the step, as far as those go that run there already."""
@@ -273,8 +245,8 @@ class Scheduler:
     def _commit(self, drafts: Several[Draft]) -> StepPlan:
         plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
-        if self.waits_for_others or self.reservations.forgets or self.shelves.has_news:
-            plan = plan.model_copy(update=self._hand_offs())
+        if self.hand_offs or self.hand_offs.has_news:
+            plan = plan.model_copy(update=self.hand_offs.tell())
         sequences = [sequence for draft in drafts for sequence in draft.sequences]
         self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
@@ -282,15 +254,6 @@ class Scheduler:
         self.counts.steps += 1
         self.counts.tokens_run += sum(row.count for row in plan.rows)
         return plan
-
-    def _hand_offs(self) -> dict[str, object]:
-        """What a plan says of hand-offs and tiers."""
-        into, out, shelves = self.reservations, self.outgoing, self.shelves
-        said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
-        said |= {"saves": shelves.saves, "fetches": shelves.fetches}
-        into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
-        shelves.saves, shelves.fetches = [], []
-        return said
 
     def update(self, result: StepResult, now: float) -> list[TokenEvent]:
         """Apply what came out of the oldest step in flight. Raises `ResultMismatch` where it does not answer that step."""

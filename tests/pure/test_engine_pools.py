@@ -136,7 +136,7 @@ def test_it_runs_when_all_has_arrived_and_the_first_token_is_there(order: tuple[
         side.step()
     assert [event.tokens for event in side.events] == [[5], [7], [7], [7]]
     assert side.events[-1].finish == "length"
-    assert (side.held, side.scheduler.num_live, side.scheduler.waits_for_others) == (0, 0, False)
+    assert (side.held, side.scheduler.num_live, bool(side.scheduler.hand_offs)) == (0, 0, False)
 
 
 def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
     plan = side.step()
     assert plan.forgets == ["a~0"]
     side.tell(0, opened={"a~0": KVReader(world_rank=0, greeting=b"late")}, arrived=["a~0"])
-    assert (len(side.events), side.scheduler.waits_for_others) == (1, False)
+    assert (len(side.events), bool(side.scheduler.hand_offs)) == (1, False)
 
 
 @pytest.mark.parametrize("how", ["handoff", "abort", "deadline", "refused", "arrived", "lease"])
@@ -157,7 +157,7 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     side.opened()
     side.cancel()
     assert side.events[-1].finish == "abort"
-    assert (side.held, side.scheduler.hand_off_stats().draining) == (4, 1)
+    assert (side.held, side.scheduler.hand_offs.stats().draining) == (4, 1)
     if how == "refused":
         side.take(finish="error", refused="engine_busy")
     elif how == "arrived":
@@ -170,10 +170,10 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
         assert (side.plan(), side.held) == (None, 4)
         side.now += 0.2
         side.events += side.scheduler.reap(side.now)
-        assert side.scheduler.hand_off_stats().outlived == 1
+        assert side.scheduler.hand_offs.stats().outlived == 1
     else:
         side.take(finish=how)
-    assert (side.held, side.scheduler.waits_for_others) == (0, False)
+    assert (side.held, bool(side.scheduler.hand_offs)) == (0, False)
     plan = side.plan()
     assert (plan.forgets if plan else []) == ([] if how == "arrived" else ["a~0"])
     assert len(side.events) == 1
@@ -212,7 +212,7 @@ def test_a_prompt_that_does_not_come_is_computed_here(how: str, token_came: bool
     assert [start.tokens for start in plan.started] == [tokens]
     assert held_before == (4 if how in ("late", "lost") else 0)  # the old ones, where somebody may write to them
     assert side.held == held_before + 3
-    stats = side.scheduler.hand_off_stats()
+    stats = side.scheduler.hand_offs.stats()
     assert (stats.fallen_back, stats.received, stats.reserved) == (1, 0, 0)
 
 
@@ -267,9 +267,9 @@ def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
     assert side.held == 3
     side.tell(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
     assert [event.finish for event in side.events] == [None, "handoff"]
-    stats = side.scheduler.hand_off_stats()
+    stats = side.scheduler.hand_offs.stats()
     assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
-    assert (side.held, side.scheduler.lanes[0].pool.num_cached, side.scheduler.waits_for_others) == (0, 2, False)
+    assert (side.held, side.scheduler.lanes[0].pool.num_cached, bool(side.scheduler.hand_offs)) == (0, 2, False)
 
 
 def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> None:
@@ -311,7 +311,7 @@ def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> 
     for rank in waiting:
         side.tell(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
     assert side.events[-1].finish == ("deadline" if how == "deadline" else "abort")
-    assert (side.held, side.scheduler.waits_for_others) == (0, False)
+    assert (side.held, bool(side.scheduler.hand_offs)) == (0, False)
 
 
 def test_a_request_in_the_queue_ends_at_once() -> None:
@@ -319,7 +319,7 @@ def test_a_request_in_the_queue_ends_at_once() -> None:
     side.add(request(ticket=ticket()))
     side.cancel()
     assert [event.finish for event in side.events] == ["abort"]
-    assert not side.scheduler.waits_for_others
+    assert not side.scheduler.hand_offs
 
 
 def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:
