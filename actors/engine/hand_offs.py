@@ -27,7 +27,7 @@ class HandOffs:
 
     @property
     def has_news(self) -> bool:
-        """Whether ranks must hear of something though no sequence runs. What is to be sent comes with a sequence that starts."""
+        """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
         into, out = self.reservations, self.outgoing
         return bool(into.expects or into.forgets or out.forgets) or self.shelves.has_news
 
