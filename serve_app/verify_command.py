@@ -134,6 +134,8 @@ def _show(report: Report) -> None:
         )
     console.print(table)
     console.print(f"\nTolerance on logits, {report.tolerance_from}.")
+    if report.routes is not None:
+        console.print(f"Experts: {report.routes}.")
     console.print("A greedy choice is clear when its top-2 margin exceeds ten times the error.")
     for line in dict.fromkeys(line for case in report.cases for line in _complaints(case)):
         console.print(f"  {line}")

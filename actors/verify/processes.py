@@ -27,7 +27,22 @@ from actors.engine.link import LinkError
 from actors.messages import StepPlan, StepResult
 from actors.model.groups.rendezvous import serve_store
 from actors.verify.ranks import STEP_S, Ran, Ranks, flow
-from actors.verify.wire import BYE, DONE, FAILED, PLAN, QUIT, READY, RECORDS, RESULT, START, TAKE, Start, unpack_records
+from actors.verify.routes import Routes
+from actors.verify.wire import (
+    BYE,
+    DONE,
+    FAILED,
+    PLAN,
+    QUIT,
+    READY,
+    RECORDS,
+    RESULT,
+    START,
+    TAKE,
+    Start,
+    pack_start,
+    unpack_records,
+)
 from actors.verify.worker import work
 from placement import mesh
 
@@ -58,12 +73,12 @@ class Workers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def start(self, config: RankConfig, num_blocks: int) -> Ranks:
-        """The ranks of `config.layout`, on the first workers. Raises `LinkError` when one cannot start."""
+    def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> Ranks:
+        """The ranks of `config.layout`, on the first workers (`routes`: see `Start`). Raises `LinkError` when one cannot."""
         world = config.layout.world
         if world > len(self._pipes):
             raise ValueError(f"{config.layout} needs {world} ranks, but there are {len(self._pipes)} workers")
-        return _ProcessRanks(self._pipes[:world], config, num_blocks)
+        return _ProcessRanks(self._pipes[:world], config, num_blocks, routes)
 
     def close(self) -> None:
         """End the processes, those that do not answer by force. Calling twice is harmless."""
@@ -82,7 +97,7 @@ class Workers:
 class _ProcessRanks:
     """`Ranks` on lent workers."""
 
-    def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int) -> None:
+    def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int, routes: Routes | None) -> None:
         self._inbox, self._sent = _Inbox(pipes), 0
         self._pipes, self._in_flight, self._leaders = pipes, config.layout.pp, mesh.leaders(config.layout)
         token, local = f"verify{secrets.token_hex(6)}", ("127.0.0.1",) * config.layout.world
@@ -90,7 +105,7 @@ class _ProcessRanks:
         rendezvous = Rendezvous(token=token, nodes=local, hosts=local, store_port=port)
         for rank, pipe in enumerate(pipes):
             start = Start(config=config.model_copy(update={"world_rank": rank}), rendezvous=rendezvous, num_blocks=num_blocks)
-            _post(pipe, rank, START + start.model_dump_json().encode())
+            _post(pipe, rank, START + pack_start(start, routes))
         try:
             for rank in range(len(pipes)):
                 self._inbox.next(rank, READY, _START_S)

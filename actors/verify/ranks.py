@@ -14,6 +14,7 @@ from actors.engine.link import LinkError
 from actors.messages import StepPlan, StepResult
 from actors.threads import ThreadRanks
 from actors.verify.recorder import Recorder, StepRecord
+from actors.verify.routes import Routes, replay
 
 STEP_S = 60.0
 """How long a step may take before its ranks count as stuck."""
@@ -37,14 +38,20 @@ class Ranks(Protocol):
         """End the ranks."""
 
 
-Start = Callable[[RankConfig, int], Ranks]
-"""Makes the ranks of a replica: (config of any rank, KV blocks of each rank)."""
+Start = Callable[[RankConfig, int, Routes | None], Ranks]
+"""Makes the ranks of a replica: (config of any rank, KV blocks of each rank, routes that tokens take, if not their own)."""
 
 
 class WatchedThreads:
-    """`Ranks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug."""
+    """`Ranks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note more."""
 
-    def __init__(self, config: RankConfig, num_blocks: int, tamper: Callable[[Parts], Parts] = lambda parts: parts) -> None:
+    def __init__(
+        self,
+        config: RankConfig,
+        num_blocks: int,
+        routes: Routes | None = None,
+        tamper: Callable[[Parts], Parts] = lambda parts: parts,
+    ) -> None:
         self._recorders = [Recorder() for _ in range(config.layout.world)]
         self._in_flight = config.layout.pp
         self._done = threading.Condition()
@@ -53,6 +60,8 @@ class WatchedThreads:
 
         def attach(parts: Parts) -> Parts:
             rank = parts.config.world_rank
+            if routes is not None:
+                replay(parts, routes)
             return self._recorders[rank].attach(tamper(parts), lambda: self._count(rank))
 
         self._ranks = ThreadRanks(config, num_blocks, attach, timeout_s=STEP_S)

@@ -72,6 +72,8 @@ class Report(_Value):
     tolerance: float
     tolerance_from: str
     """Where the tolerance comes from, in words and numbers."""
+    routes: str | None = None
+    """Who chose the experts of each token in these cases, in words; None where the model has no experts."""
     one_rank_error: float | None = None
     """bfloat16: error of one rank against one rank in float32."""
     greedy_match: bool

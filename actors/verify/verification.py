@@ -1,12 +1,13 @@
 """A verification from end to end: the measure, the layout's runs, the verdict.
 
     one rank, float32 ── greedy continuation ──→ texts
-    one rank, float32 ── plain run ────────────→ measure ─┐
+    one rank, float32 ── plain run ────────────→ measure ─┐   (and the routes of tokens to experts)
     layout,   float32 ── every case, twice ───────────────┼─→ verdict
     one rank, bfloat16 ─ plain run ──→ its own error ─────┤      (bfloat16 only)
     layout,   bfloat16 ─ every case, twice ───────────────┘
 
 A verification in bfloat16 includes the one in float32: bfloat16 rounds so coarsely that a shard scaled by 1.01 hides in it.
+There tokens take the experts of the measure (`routes.py`), and only float32 judges how they are chosen.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, 
 from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
+from actors.verify.routes import RouteNotes, Routes
 from placement import mesh, sequence_parallel, shards
 from placement.layout import Layout
 from placement.model_spec import DType
@@ -52,53 +54,55 @@ class Verification:
     def run(self) -> Report:
         """The report. Raises `LinkError` only where one rank itself cannot run: that is no fault of the layout."""
         began = time.monotonic()
-        texts, measure = self._measure()
+        texts, measure, routes = self._measure()
         tolerance = float32_tolerance(measure)
-        cases = self._cases("float32", texts, measure, tolerance)
+        cases = self._cases("float32", texts, measure, tolerance, None)
         one_rank: Distance | None = None
         if self._config.dtype != "float32":
-            one_rank = self._one_rank_error(texts, measure)
+            one_rank = self._one_rank_error(texts, measure, routes)
             tolerance = bfloat16_tolerance(one_rank)
-            cases += self._cases(self._config.dtype, texts, measure, tolerance)
+            cases += self._cases(self._config.dtype, texts, measure, tolerance, routes)
         return self._report(cases, texts, measure, tolerance, one_rank, time.monotonic() - began)
 
-    def _measure(self) -> tuple[list[Text], Measure]:
+    def _measure(self) -> tuple[list[Text], Measure, Routes]:
         """One rank continues the prompts, then runs it all in one go per sequence."""
         prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
         longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
-        pool = Pool(self._config.block_size)
+        pool, notes = Pool(self._config.block_size), RouteNotes()
         self._say("one rank, float32")
-        with closing(self._one_rank("float32", pool.num_blocks(longest))) as ranks:
+        with closing(WatchedThreads(self._one_rank("float32"), pool.num_blocks(longest), tamper=notes.attach)) as ranks:
             texts = _continued(ranks, longest, pool)
+            notes.take()
             ran = ranks.run(self._plain(texts, pool, 1).plans)
-        return texts, measure_of(ran, texts, self._config.spec.vocab_size)
+        return texts, measure_of(ran, texts, self._config.spec.vocab_size), notes.take()
 
     def _plain(self, texts: Sequence[Text], pool: Pool, number: int) -> Case:
         ropes = (self._config.spec.rope_of(layer) for layer in range(self._config.spec.num_layers))
         return plain(texts, pool, number, in_one_go=not any(rope and rope.depends_on_length for rope in ropes))
 
-    def _one_rank(self, dtype: DType, num_blocks: int) -> Ranks:
-        config = self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
-        return WatchedThreads(config, num_blocks)
+    def _one_rank(self, dtype: DType) -> RankConfig:
+        return self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
 
-    def _one_rank_error(self, texts: Sequence[Text], measure: Measure) -> Distance:
+    def _one_rank_error(self, texts: Sequence[Text], measure: Measure, routes: Routes) -> Distance:
         pool = Pool(self._config.block_size)
         case = self._plain(texts, pool, 0)
         self._say(f"one rank, {self._config.dtype}")
-        with closing(self._one_rank(self._config.dtype, pool.num_blocks(texts))) as ranks:
+        with closing(WatchedThreads(self._one_rank(self._config.dtype), pool.num_blocks(texts), routes)) as ranks:
             return distance(ranks.run(case.plans), case.plans, measure, self._shards(Layout()))
 
     def _shards(self, layout: Layout) -> list[Shard]:
         return [shards.shard(self._config.spec, layout, mesh.coords(layout, rank)) for rank in range(layout.world)]
 
-    def _cases(self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance) -> list[CaseReport]:
+    def _cases(
+        self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance, routes: Routes | None
+    ) -> list[CaseReport]:
         """Every case twice on the same ranks; a rank that fails ends the rest of them."""
         layout = self._config.layout
         pool = Pool(self._config.block_size, layout.kv_owners, layout.attn_dp)
         config = self._config.model_copy(update={"dtype": dtype})
         certain = certain_choices(measure, tolerance)
         reports: list[CaseReport] = []
-        with closing(self._start(config, pool.num_blocks(texts))) as ranks:
+        with closing(self._start(config, pool.num_blocks(texts), routes)) as ranks:
             for number, kind in enumerate(self._kinds):
                 self._say(f"{layout}, {dtype}, {kind}")
                 case = make_case(kind, texts, pool, number + 1, certain)
@@ -129,6 +133,7 @@ class Verification:
             max_abs_error=max(case.max_abs_error for case in asked),
             tolerance=tolerance.logits,
             tolerance_from=tolerance.text,
+            routes=None if self._config.spec.moe is None else _routes_text(self._config.dtype),
             one_rank_error=None if one_rank is None else one_rank.logits,
             greedy_match=all(case.greedy_match for case in cases),
             departs=next((case.departs for case in cases if case.verdict == "fault"), None),
@@ -139,6 +144,12 @@ class Verification:
             notes=tuple(_not_exercised(self._config.layout, texts)),
             seconds=seconds,
         )
+
+
+def _routes_text(dtype: DType) -> str:
+    own = "float32 cases judge routes too: every rank chooses the experts of a token itself"
+    given = f"{dtype} cases judge the maths along given routes: a token takes the experts of one rank in float32"
+    return own if dtype == "float32" else f"{own}; {given}"
 
 
 def _continued(ranks: Ranks, longest: Sequence[Text], pool: Pool) -> list[Text]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actors.config import RankConfig, Rendezvous
 from actors.verify.recorder import StepRecord
+from actors.verify.routes import LayerRoutes, Routes
 
 START, PLAN, TAKE, BYE, QUIT = b"S", b"P", b"T", b"B", b"Q"
 """To a worker: be a rank, run a plan, hand over the records, stop being a rank, end."""
@@ -27,6 +28,24 @@ class Start(BaseModel):
     config: RankConfig
     rendezvous: Rendezvous
     num_blocks: int
+
+
+def pack_start(start: Start, routes: Routes | None) -> bytes:
+    """`start` in JSON, and the routes that the rank's tokens are to take, in safetensors."""
+    tensors: dict[str, Tensor] = {}
+    for layer, of_layer in (routes or {}).items():
+        tensors |= {f"{layer}.inputs": of_layer.inputs, f"{layer}.experts": of_layer.experts}
+    layers = None if routes is None else list(routes)
+    packed: bytes = msgpack.packb([start.model_dump_json(), layers, safetensors.torch.save(tensors)])
+    return packed
+
+
+def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
+    """The inverse of `pack_start`."""
+    start, layers, packed = msgpack.unpackb(data)
+    tensors = safetensors.torch.load(packed)
+    routes = {layer: LayerRoutes(tensors[f"{layer}.inputs"], tensors[f"{layer}.experts"]) for layer in layers or ()}
+    return Start.model_validate_json(start), None if layers is None else routes
 
 
 def pack_records(records: Sequence[StepRecord]) -> bytes:

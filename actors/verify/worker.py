@@ -13,7 +13,22 @@ from actors.engine.link import LinkClosed, LinkError, LinkTimeout
 from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
 from actors.stepping import close_groups, run_plans
 from actors.verify.recorder import Recorder
-from actors.verify.wire import BYE, DONE, FAILED, PLAN, QUIT, READY, RECORDS, RESULT, START, TAKE, Start, pack_records
+from actors.verify.routes import Routes, replay
+from actors.verify.wire import (
+    BYE,
+    DONE,
+    FAILED,
+    PLAN,
+    QUIT,
+    READY,
+    RECORDS,
+    RESULT,
+    START,
+    TAKE,
+    Start,
+    pack_records,
+    unpack_start,
+)
 
 
 def work(pipe: Connection) -> None:
@@ -21,11 +36,11 @@ def work(pipe: Connection) -> None:
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while (message := pipe.recv_bytes())[:1] != QUIT:
             if message[:1] == START:  # anything else was meant for a rank that has failed
-                _be_a_rank(pipe, Start.model_validate_json(message[1:]))
+                _be_a_rank(pipe, *unpack_start(message[1:]))
                 pipe.send_bytes(DONE)
 
 
-def _be_a_rank(pipe: Connection, start: Start) -> None:
+def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
     config, link = start.config, _PipeLink(pipe)
     torch.set_num_threads(config.threads or 1)
     try:
@@ -35,6 +50,8 @@ def _be_a_rank(pipe: Connection, start: Start) -> None:
         return
     try:
         parts = put_together(config, groups, load_decoder(config, groups), start.num_blocks)
+        if routes is not None:
+            replay(parts, routes)
         parts = link.recorder.attach(parts)
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")

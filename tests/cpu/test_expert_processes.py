@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from actors.verify.processes import Workers
 from actors.verify.verification import Verification
 from placement.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
-from tests.verifying import random_prompts
+from tests.verifying import random_prompts, verify
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,15 @@ def test_a_layout_of_processes_is_rounding(workers: Workers, family: str, layout
 @pytest.mark.parametrize("dispatch", ["gather", "a2a"])
 def test_sixteen_ranks_as_four_lanes_of_four_are_rounding(workers: Workers, dispatch: str) -> None:
     check(workers, tiny("qwen3_moe", num_experts=20), f"attn_dp=4,tp=4,ep=16,dispatch={dispatch}")
+
+
+def test_processes_replay_the_routes_that_threads_replay(workers: Workers) -> None:
+    model, layout = tiny("glm4_moe"), "attn_dp=2,ep=2,pp=2,dispatch=a2a"
+    config = rank_config(model, Layout.parse(layout), torch.bfloat16, 4)
+    report = Verification(config, random_prompts(model, (21, 6)), 2, ["mixed"], start=workers.start).run()
+    threads = verify(model, layout, (21, 6), dtype=torch.bfloat16, kinds=["mixed"])
+    assert report.verdict == threads.verdict == "rounding"
+    assert [case.max_abs_error for case in report.cases] == [case.max_abs_error for case in threads.cases]
 
 
 def check(workers: Workers, model: TinyModel, layout: str) -> None:

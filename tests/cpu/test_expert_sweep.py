@@ -9,6 +9,7 @@ import random
 import zlib
 
 import pytest
+import torch
 
 from actors.verify.cases import KINDS
 from placement import sequence_parallel
@@ -50,6 +51,7 @@ def test_random_expert_layouts_of(family: str) -> None:
             "block_size": draw.choice((4, 8)),
             "seed": number,
             "kinds": draw.sample(KINDS, 2),
+            "dtype": torch.bfloat16 if draw.random() < 0.1 else torch.float32,
         }
         report = verify(model, str(layout), lengths, **how)
         if report.verdict != "rounding":

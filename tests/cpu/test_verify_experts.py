@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.assembly import Parts
+from actors.verify.routes import LayerRoutes
 from tests.tiny_models import tiny
 from tests.verifying import verify
 
@@ -128,6 +129,47 @@ def test_a_bug_on_one_rank_is_a_fault_of_its_layer(family: str, layout: str, pla
     assert report.verdict == "fault"
     assert report.departs is not None
     assert report.departs.layer == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "plant"),
+    [
+        ("mixtral", "cp=2,tp=2,ep=4,dispatch=a2a", stale_map),
+        ("mixtral", "attn_dp=2,tp=2,ep=4,dispatch=gather", stale_map),
+        ("glm4_moe", "tp=2,ep=2,redundant_experts=6", copies_of_others_run_too),
+        ("qwen2_moe", "cp=3,ep=3,dispatch=a2a", dropped_expert),
+        ("mixtral", "tp=2,ep=2", absent_is_expert_0),
+        ("qwen2_moe", "tp=2", shared_twice),
+        ("mixtral", "tp=3", gate_for_up),
+    ],
+)
+def test_a_bug_behind_the_router_is_a_fault_in_bfloat16_by_itself(family: str, layout: str, plant: Plant) -> None:
+    def tamper(parts: Parts) -> Parts:
+        if parts.config.world_rank == 1:
+            with torch.inference_mode(False), torch.no_grad():
+                plant(parts.decoder.layers["2"])
+        return parts
+
+    report = verify(tiny(family), layout, tamper=tamper, kinds=["prefill", "decode"], dtype=torch.bfloat16)
+    rounded = [case for case in report.cases if case.dtype == "bfloat16"]
+    assert [case.verdict for case in rounded] == ["fault", "fault"]
+    assert all(case.departs is not None and case.departs.layer == 2 for case in rounded)
+
+
+def test_a_router_that_rounding_turns_is_no_fault() -> None:
+    """In bfloat16 its own choice would put prompt 0 on other experts, and its logits 0.7 away."""
+    report = verify(tiny("glm4_moe"), "tp=2,ep=2", (24, 15, 8, 2), dtype=torch.bfloat16)
+    assert report.verdict == "rounding"
+    assert report.routes is not None
+    assert "bfloat16 cases judge the maths along given routes" in report.routes
+
+
+def test_rows_take_the_experts_of_the_nearest_noted_row() -> None:
+    noted = LayerRoutes(torch.randn(40, 16), torch.arange(80).view(40, 2))
+    rows = torch.tensor([7, 0, 39, 7])
+    found = noted.of((noted.inputs[rows] * 1.01).to(torch.bfloat16))
+    assert torch.equal(found, noted.experts[rows])
+    assert noted.of(torch.empty(0, 16, dtype=torch.bfloat16)).shape == (0, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "glm4_moe"])
