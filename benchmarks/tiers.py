@@ -2,9 +2,10 @@
 
     python benchmarks/tiers.py [--conversations 16] [--turns 4] [--layout tp=1]
 
-Conversations of several turns of SmolLM2 take turns, so that each finds its history gone from a device whose pages hold an
-eighth of them all. Replicas without tiers, with host memory and with a directory stay up and are given each turn one after the
-other: hit rate of prompt tokens, and time to the first token. Requests go to the engine directly.
+Conversations of several turns of SmolLM2 (float32, so that answers can be compared) take turns, so that each finds its history
+gone from a device whose pages hold an eighth of them all (640 tokens at least). Replicas without tiers, with host memory and with
+a directory stay up and are given each turn one after the other: hit rate of prompt tokens, and time to the first token. Requests
+go to the engine directly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
 from placement import memory
-from placement.hardware import cpu_has_bfloat16
 from placement.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings
 
@@ -34,11 +34,10 @@ SYSTEM, USER, ANSWER = 96, 64, 32
 
 def start(layout: str, tokens: int, **tiers: str) -> Replica:
     """A replica whose pages hold so many tokens."""
-    dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
-    usual = replica_settings(ServeArgs(layout=layout, dtype=dtype, max_model_len=1024), "cpu")
+    usual = replica_settings(ServeArgs(layout=layout, dtype="float32", max_model_len=600), "cpu")
     needs = memory.rank_memories(usual.spec, usual.layout, usual.dtype)
     kv_bytes = max(rank.block_bytes for rank in needs) * -(-tokens // memory.BLOCK_TOKENS // usual.layout.kv_owners)
-    args = ServeArgs(layout=layout, dtype=dtype, max_model_len=1024, kv_bytes=kv_bytes, **tiers)
+    args = ServeArgs(layout=layout, dtype="float32", max_model_len=600, kv_bytes=kv_bytes, **tiers)
     return Replica(replica_settings(args, "cpu"), f"benchmark-tiers-{len(tiers)}-{'-'.join(tiers)}")
 
 
@@ -75,7 +74,7 @@ def main() -> None:
             "host memory": {"host_cache": "4GiB"},
             "directory": {"disk_cache": str(Path(folder) / "blocks")},
         }
-        replicas = {name: start(chosen.layout, max(working_set // 8, 1024), **kind) for name, kind in kinds.items()}
+        replicas = {name: start(chosen.layout, max(working_set // 8, 640), **kind) for name, kind in kinds.items()}
         history = [[draw.randrange(100, 49000) for _ in range(SYSTEM)] for _ in range(chosen.conversations)]
         times: dict[str, list[float]] = {name: [] for name in replicas}
         hits = dict.fromkeys(replicas, 0)
