@@ -2,10 +2,10 @@
 
     python benchmarks/tiers.py [--conversations 16] [--turns 4] [--layout tp=1]
 
-Conversations of several turns of SmolLM2 (float32, so that answers can be compared) take turns, so that each finds its history
-gone from a device whose pages hold an eighth of them all (640 tokens at least). Replicas without tiers, with host memory and with
-a directory stay up and are given each turn one after the other: hit rate of prompt tokens, and time to the first token. Requests
-go to the engine directly.
+Conversations of several turns of SmolLM2 (float32, so that answers can be compared) take turns, so that each finds its
+history gone from a device whose pages hold an eighth of them all (640 tokens at least). Replicas without tiers, with host
+memory and with a directory stay up and are given each turn one after the other: hit rate of prompt tokens, and time to the
+first token. Requests go to the engine directly.
 """
 
 from __future__ import annotations
