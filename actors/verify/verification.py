@@ -24,6 +24,7 @@ from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
 from actors.verify.measure import Distance, Measure, distance, measure_of
+from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
@@ -106,6 +107,8 @@ class Verification:
             for number, kind in enumerate(self._kinds):
                 self._say(f"{layout}, {dtype}, {kind}")
                 case = make_case(kind, texts, pool, number + 1, certain)
+                if kind == "decode":
+                    case = with_moves(case, self._config.spec, layout)
                 try:
                     runs = [ranks.run(case.plans) for _ in range(_REPEATED)]
                 except LinkError as error:

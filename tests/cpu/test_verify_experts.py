@@ -185,3 +185,28 @@ def test_without_a_bug_it_is_rounding(family: str, layout: str) -> None:
     assert report.verdict == "rounding"
     assert report.greedy_match
     assert report.max_abs_error < 2e-5
+
+
+def a_map_that_stays(parts: Parts) -> None:
+    for mixture in parts.decoder.mixtures.values():
+        mixture.homes.change = lambda experts: None
+
+
+def a_wrong_slot(parts: Parts) -> None:
+    for mixture in parts.decoder.mixtures.values():
+        right, slots = mixture.experts.put, mixture.experts.absent
+        mixture.experts.put = lambda slot, packed, right=right, slots=slots: right((slot + 1) % slots, packed)
+
+
+@pytest.mark.parametrize("plant", [a_map_that_stays, a_wrong_slot])
+@pytest.mark.parametrize(
+    "layout", ["attn_dp=2,ep=2,dispatch=a2a", "tp=2,ep=2", "cp=2,ep=2,redundant_experts=2,dispatch=gather"]
+)
+def test_a_bug_in_moving_experts_is_a_fault(layout: str, plant: Callable[[Parts], None]) -> None:
+    def tamper(parts: Parts) -> Parts:
+        if parts.config.world_rank == 1:
+            plant(parts)
+        return parts
+
+    assert verify(tiny("glm4_moe"), layout, tamper=tamper, kinds=["decode", "prefill"], generate=6).verdict == "fault"
+    assert verify(tiny("glm4_moe"), layout, kinds=["decode", "prefill"], generate=6).verdict == "rounding"
