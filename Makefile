@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve venv test test-hosts test-gpu check format bench clean
+.PHONY: serve venv test test-long test-hosts test-gpu check format bench clean
 
 serve: $(READY)  ## Serve MODEL on http://127.0.0.1:8000 (ARGS="--layout tp=2" for more)
 	@exec $(BIN)/shardwright serve $(MODEL) $(ARGS)
@@ -22,7 +22,10 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY)  ## Every test this machine can run; what it cannot run is skipped and says why
 	$(BIN)/python -m pytest tests/pure tests/cpu -n $(WORKERS) --dist worksteal
-	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/cpu -rs
+	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/cpu -m "not long" -rs
+
+test-long: $(READY)  ## What `test` leaves out to stay short: more layouts over HTTP, and the measured slow link
+	$(BIN)/python -m pytest tests/ray tests/hosts -m long -rs
 
 test-hosts: $(READY)  ## Several hosts in network namespaces (root)
 	$(BIN)/python -m pytest tests/hosts -rs

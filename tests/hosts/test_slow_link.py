@@ -44,6 +44,7 @@ def made() -> Iterator[Box]:
         yield made
 
 
+@pytest.mark.long
 def test_the_order_predicted_is_the_order_measured(made: Box) -> None:
     head = made.hosts[0]
     link = measured(made, head)

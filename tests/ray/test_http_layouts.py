@@ -19,13 +19,13 @@ LAYOUTS = [
     "tp=2",
     "tp=3",
     "pp=2",
-    "tp=2,pp=2",
-    "replicas=2",
+    pytest.param("tp=2,pp=2", marks=pytest.mark.long),
+    pytest.param("replicas=2", marks=pytest.mark.long),
     "tp=2,sp=true",
     "cp=2",
     "tp=4,dcp=2",
     "tp=2,pp=2,cp=2,cp_style=allgather",
-    "attn_dp=2",
+    pytest.param("attn_dp=2", marks=pytest.mark.long),
 ]
 WITH_EXPERTS = [
     ("qwen2_moe", "attn_dp=4,ep=4,redundant_experts=2"),

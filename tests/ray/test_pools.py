@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installe
 PAIRS = [
     ("tp=2", "pp=2"),
     ("pp=2", "tp=3"),
-    ("cp=2", "tp=2"),
+    pytest.param("cp=2", "tp=2", marks=pytest.mark.long),
     ("tp=3", "cp=2"),
-    ("attn_dp=2", "tp=2,tp_shares=2/1"),
+    pytest.param("attn_dp=2", "tp=2,tp_shares=2/1", marks=pytest.mark.long),
     ("*2", "pp=3,stage_layers=12/9/9"),
 ]
 STORY = " ".join(f"Item {number} costs {number * 7} dollars." for number in range(60))
