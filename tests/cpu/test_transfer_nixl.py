@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
@@ -66,13 +66,18 @@ def test_every_value_arrives_between_processes(results: dict[str, tuple[object, 
 
 def test_an_agent_in_a_forked_process_is_refused() -> None:
     """In a process of its own: this one must not fork after making an agent."""
-    spawn = multiprocessing.get_context("spawn")
+    said = _said_by(_fork_after_agent)
+    assert "a fork of it, where no transfer would ever end: start the process with spawn" in str(said)
+
+
+def _said_by(child: Callable[[Connection], None]) -> object:
+    """The one thing that a spawned process says."""
     pipe, end = Pipe()
-    process = spawn.Process(target=_fork_after_agent, args=(end,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(end,), daemon=True)
     process.start()
     said = _receive(pipe)
     process.join(_WAIT_S)
-    assert "a fork of it, where no transfer would ever end: start the process with spawn" in str(said)
+    return said
 
 
 def _fork_after_agent(pipe: Connection) -> None:
@@ -137,12 +142,7 @@ def _write_twice(pipe: Connection) -> None:
 
 
 def test_a_description_of_nonsense_is_refused() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    pipe, end = Pipe()
-    process = spawn.Process(target=_connect_to_nonsense, args=(end,), daemon=True)
-    process.start()
-    said = _receive(pipe)
-    process.join(_WAIT_S)
+    said = _said_by(_connect_to_nonsense)
     assert "a description of 3 bytes is not one of a NIXL peer" in str(said)
 
 

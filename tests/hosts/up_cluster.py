@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests import waiting
 from tests.hosts.box import Box, Host, box
 
 TOKEN = "0123456789abcdef" * 4
 PORT = 8000
 READY_S = 180
 _ON = "RAY_AUTH_MODE=token"
+
+wait_until = partial(waiting.wait_until, every_s=0.5)
+"""What is asked here takes a command on a host."""
 
 
 @dataclass
@@ -105,17 +109,6 @@ def slots(cluster: UpCluster) -> int:
     found = re.search(r"(\d+) slots?", cluster.shardwright("cluster"))
     assert found is not None
     return int(found[1])
-
-
-def wait_until(happened: Callable[[], Any], timeout_s: float, otherwise: Callable[[], str]) -> Any:
-    """The first true value; fails with `otherwise()` when the time is up."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = happened()
-        if value:
-            return value
-        time.sleep(0.5)
-    raise AssertionError(otherwise())
 
 
 def healthy(url: str) -> bool:

@@ -8,23 +8,11 @@ from placement.crossings import busiest_seconds, crossing_lines, link_loads, nod
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.layout import Layout
 from placement.links import Link, NodeLink
-from placement.model_spec import ModelSpec
 from placement.seating import seat
 from placement.step_shape import StepShape
+from tests.specs import DENSE
 
-SPEC = ModelSpec(
-    family="llama",
-    hidden_size=64,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    intermediate_size=96,
-    vocab_size=101,
-    max_position=64,
-    norm_eps=1e-5,
-    windows=(None,) * 4,
-)
+SPEC = DENSE
 STEP = StepShape.of(4, 10, dtype="float32")
 SLOW = Link(bytes_per_s=25e6, latency_s=1e-3, source="measured")
 CLUSTER = ClusterSpec(

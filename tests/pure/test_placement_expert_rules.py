@@ -18,20 +18,8 @@ from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
 from placement.shards import shard
 from placement.step_shape import StepShape
+from tests.specs import DENSE
 
-DENSE = ModelSpec(
-    family="llama",
-    hidden_size=64,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    intermediate_size=96,
-    vocab_size=101,
-    max_position=64,
-    norm_eps=1e-5,
-    windows=(None,) * 4,
-)
 EXPERTS = MoESpec(num_experts=10, top_k=2, expert_size=12, layers=(1, 2, 3))
 SPARSE = DENSE.model_copy(update={"moe": EXPERTS})
 

@@ -14,23 +14,11 @@ from placement.mesh import groups
 from placement.model_spec import ModelSpec
 from placement.moe_spec import MoESpec
 from placement.seating import seat, seat_all
+from tests.specs import DENSE
 
 CASES = 300
 MOST = 800
 """Seatings that are tried one by one."""
-DENSE = ModelSpec(
-    family="llama",
-    hidden_size=64,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    intermediate_size=96,
-    vocab_size=101,
-    max_position=64,
-    norm_eps=1e-5,
-    windows=(None,) * 4,
-)
 SPARSE = DENSE.model_copy(update={"moe": MoESpec(num_experts=16, top_k=2, expert_size=12, layers=(1, 2, 3))})
 
 

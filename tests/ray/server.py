@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.waiting import wait_until as wait_until
 
 READY_S = 240.0
 END_S = 60.0
@@ -151,17 +152,6 @@ def kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
             each.kill()
     if process is not None:
         process.wait()
-
-
-def wait_until(happened: Callable[[], Any], timeout_s: float, otherwise: Callable[[], str]) -> Any:
-    """The first true value of `happened()`; fails with `otherwise()` after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = happened()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(otherwise())
 
 
 def free_port() -> int:

@@ -50,9 +50,10 @@ class MixtureOfExperts(nn.Module):
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
         own = self.homes.here(slots)
-        self.tally.ran(self.homes.held, self.experts.tokens(own))
+        tokens = self.experts.tokens(own)
+        self.tally.ran(self.homes.held, tokens)
         with self.tally.experts.span():
-            return self.experts(x, weights, own)  # type: ignore[no-any-return]
+            return self.experts.run(x, weights, own, tokens)
 
     def partial(self, x: Tensor, turn: int) -> Tensor:
         """See `Mixture`."""

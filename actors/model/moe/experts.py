@@ -56,9 +56,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """Partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k]."""
+        return self.run(x, weights, slots, self.tokens(slots))
+
+    def run(self, x: Tensor, weights: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+        """`forward`, where it is known how many tokens each slot runs."""
         flat = slots.flatten()
         order = flat.sort(stable=True).indices
-        ends = self.tokens(slots).cumsum(0)
+        ends = tokens.cumsum(0)
         here = order[: int(ends[-1])]
         rows = self._run(x[here // slots.shape[1]], flat[here], ends)
         return _added_up(rows, here, weights).to(x.dtype)
