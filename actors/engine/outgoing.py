@@ -30,6 +30,7 @@ class Outgoing:
     """One prompt on its way out. `waiting_for`: world ranks that may still write."""
 
     ticket_id: str
+    sequence: Sequence
     lane: int
     blocks: list[int]
     waiting_for: set[int]
@@ -88,6 +89,7 @@ class Outgoings:
         self.sends.append(send)
         self._open[ticket.ticket_id] = Outgoing(
             ticket_id=ticket.ticket_id,
+            sequence=sequence,
             lane=sequence.lane,
             blocks=list(sequence.blocks),
             waiting_for=set(self._pool.ranks_of(sequence.lane)),
@@ -110,9 +112,9 @@ class Outgoings:
             self.forgets.append(ticket_id)
         return self._last_of(found)
 
-    def hear(self, report: KVReport) -> tuple[list[TokenEvent], list[str]]:
-        """What a rank tells: the last events of hand-offs that are done, and the ids of those that failed while computing."""
-        events, failed = list[TokenEvent | None](), list[str]()
+    def hear(self, report: KVReport) -> tuple[list[TokenEvent], list[Sequence]]:
+        """What a rank tells: the last events of hand-offs that are done, and whose prompts are not computed and need not be."""
+        events, failed = list[TokenEvent | None](), list[Sequence]()
         for sent in report.sent:
             found = self._open.get(sent.ticket_id)
             if found is None:
@@ -120,7 +122,7 @@ class Outgoings:
             self._count(sent)
             found.waiting_for.discard(report.world_rank)
             if sent.error is not None and found.stage < Stage.STOPPING:
-                failed += [sent.ticket_id] if found.stage is Stage.COMPUTING else []
+                failed += [found.sequence] if found.stage is Stage.COMPUTING else []
                 events.append(self.stop(sent.ticket_id, _aborted(sent.ticket_id, sent.error)))
             else:
                 events.append(self._last_of(found))

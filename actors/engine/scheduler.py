@@ -20,18 +20,20 @@ In a pool the queue is the same: on the decode side a request gets blocks on adm
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 
+from actors.engine import answers
+from actors.engine.answers import ResultMismatch
 from actors.engine.config import EngineConfig
 from actors.engine.draft import Draft, plan_of
 from actors.engine.fairness import TenantCounters
 from actors.engine.hand_offs import HandOffs
 from actors.engine.lane import Lane, choose
 from actors.engine.reservations import Reservation
+from actors.engine.roster import Roster
 from actors.engine.sequence import Sequence, State
+from actors.engine.stats import Counts
 from actors.engine.waiting import WaitingQueue
 from actors.messages import (
     FinishReason,
@@ -49,25 +51,6 @@ _WRITES_NO_MORE = ("handoff", "abort", "deadline")
 """Last events of a prefill engine that come when its ranks have stopped writing; of an ``error`` nobody knows."""
 
 
-class ResultMismatch(RuntimeError):
-    """A step result that does not answer the plan: engine and ranks no longer agree."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the scheduler was made."""
-
-    steps: int = 0
-    tokens_run: int = 0
-    tokens_sampled: int = 0
-    tokens_discarded: int = 0
-    """Sampled for a sequence that had ended, or left the ranks, meanwhile."""
-    cache_hit_tokens: int = 0
-    preemptions: int = 0
-    aborts: int = 0
-    finished: int = 0
-
-
 class Scheduler:
     """Owns every sequence and block of one engine. Not thread-safe: one thread calls it."""
 
@@ -80,10 +63,8 @@ class Scheduler:
         self.hand_offs = HandOffs(config, self.lanes)
         self.reservations, self.outgoing = self.hand_offs.reservations, self.hand_offs.outgoing
         self.shelves = self.hand_offs.shelves
-        self._live: dict[str, Sequence] = {}
+        self._roster = Roster(self.tenants)
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
-        """(deadline, order, request id): ids only, because an entry outlives its request."""
         self._need_no_step: list[Sequence] = []
         self._ended: list[int] = []
         self._next_sequence_id = 0
@@ -91,7 +72,7 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._live)
+        return len(self._roster)
 
     @property
     def running(self) -> list[Sequence]:
@@ -103,17 +84,14 @@ class Scheduler:
         if self.config.pool is not None and sequence.request.reserves:
             sequence.reserves = True
             sequence.spare_tokens = min(sequence.request.max_tokens, self.config.pool.expected_tokens)
-        self._live[sequence.request.request_id] = sequence
-        self.tenants.join(sequence.request.tenant)
+        self._roster.join(sequence)
         self.waiting.push(sequence)
-        if sequence.deadline_s < math.inf:
-            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.order, sequence.request.request_id))
         if sequence.is_empty_work:
             self._need_no_step.append(sequence)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request early. None for one that is unknown or has ended. What is in flight for it is ignored on arrival."""
-        sequence = self._live.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is None:
             return self.outgoing.stop(request_id, TokenEvent(request_id=request_id, finish="abort"))
         self.counts.aborts += 1
@@ -125,19 +103,15 @@ class Scheduler:
             self._compute_here(made)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, order, request_id = heapq.heappop(self._deadlines)
-            sequence = self._live.get(request_id)
-            if sequence is not None and sequence.order == order:
-                events.append(self._end(sequence, "deadline"))
+        events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
         return [event for event in events if event is not None]
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
         """Apply what a rank tells of hand-offs and fetches."""
         self.shelves.hear(report)
         last, failed = self.outgoing.hear(report)
-        for request_id in failed:
-            self._drop(self._live[request_id])
+        for sequence in failed:
+            self._drop(sequence)
         return self.reservations.hear(report, now) + last
 
     def take(self, event: TokenEvent) -> list[TokenEvent]:
@@ -276,7 +250,7 @@ class Scheduler:
         sequence.num_computed = row.start + row.count
         self._register(sequence)
         if scored is not None and sequence.scores_prompt:
-            self._gather(sequence, scored)
+            answers.gather(sequence, scored)
         if row.sample != (sampled is not None):
             raise ResultMismatch(f"step samples {row.sample} for sequence {row.sequence_id}, result holds {sampled!r}")
         if sampled is not None and sampled.error is not None:
@@ -284,15 +258,8 @@ class Scheduler:
         if sampled is not None:
             return self._speak(sequence, sampled)
         if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.prompt_length:
-            return _some(self._end_scored(sequence))
+            return _some(self._end_unscored(sequence) if sequence.scores_prompt else self._end(sequence, "length"))
         return []
-
-    def _gather(self, sequence: Sequence, scored: PromptLogprobs) -> None:
-        """Put a chunk's prompt logprobs in their places. A sequence recomputed after preemption overwrites its own."""
-        end = scored.first + len(scored.entries)
-        if not 1 <= scored.first <= end <= sequence.prompt_length:
-            raise ResultMismatch(f"prompt logprobs for [{scored.first}, {end}), the prompt has {sequence.prompt_length} tokens")
-        sequence.prompt_logprobs[scored.first : end] = scored.entries
 
     def _speak(self, sequence: Sequence, sampled: Sampled) -> list[TokenEvent]:
         if sequence.scores_prompt:
@@ -304,13 +271,7 @@ class Scheduler:
     def _say(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
         """The next token, which may be the last, or the last that is sampled here."""
         sequence.tokens.append(token)
-        event = TokenEvent(
-            request_id=sequence.request.request_id,
-            tokens=[token],
-            logprobs=logprobs,
-            prompt_logprobs=self._first_words(sequence),
-            cached_tokens=sequence.cached_tokens or 0,
-        )
+        event = answers.word(sequence, token, logprobs)
         if sequence.request.ticket is not None:
             self._drop(sequence)
             return [event, *_some(self.outgoing.computed(sequence.request.request_id))]
@@ -320,29 +281,12 @@ class Scheduler:
         self._drop(sequence)
         return [event.model_copy(update={"finish": finish, "stop_token": token if finish == "stop" else None})]
 
-    def _end_scored(self, sequence: Sequence) -> TokenEvent | None:
-        return self._end_unscored(sequence) if sequence.scores_prompt else self._end(sequence, "length")
-
     def _end_unscored(self, sequence: Sequence) -> TokenEvent | None:
-        missing = sequence.prompt_logprobs[1:].count(None)
-        return self._end(sequence, "error", f"the ranks left out the logprobs of {missing} prompt tokens")
-
-    def _first_words(self, sequence: Sequence) -> list[TokenLogprob | None] | None:
-        """The prompt's logprobs, once."""
-        if sequence.has_spoken or not sequence.prompt_logprobs:
-            return None
-        sequence.has_spoken = True
-        return sequence.prompt_logprobs
+        return self._end(sequence, "error", answers.unscored(sequence))
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent | None:
         """End a sequence without a token. None where ranks may still write for its ticket: the event comes later."""
-        event = TokenEvent(
-            request_id=sequence.request.request_id,
-            prompt_logprobs=self._first_words(sequence) if finish == "length" else None,
-            cached_tokens=sequence.cached_tokens or 0,
-            finish=finish,
-            error=error,
-        )
+        event = answers.end(sequence, finish, error)
         is_sent = sequence.state is State.RUNNING and sequence.request.ticket is not None
         self._drop(sequence)
         if is_sent:
@@ -360,8 +304,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.forget_ranks()
         sequence.state = State.FINISHED
-        del self._live[sequence.request.request_id]
-        self.tenants.leave(sequence.request.tenant)
+        self._roster.leave(sequence)
         self.counts.finished += 1
 
 

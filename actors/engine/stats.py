@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to requests since its scheduler was made."""
+
+    steps: int = 0
+    tokens_run: int = 0
+    tokens_sampled: int = 0
+    tokens_discarded: int = 0
+    """Sampled for a sequence that had ended, or left the ranks, meanwhile."""
+    cache_hit_tokens: int = 0
+    preemptions: int = 0
+    aborts: int = 0
+    finished: int = 0
 
 
 class ExpertStats(BaseModel):
