@@ -107,6 +107,21 @@ def test_pairs_are_as_many_as_they_should_be() -> None:
     assert {PAGES[at % 3] for at, *_ in PAIRS} == set(PAGES)
 
 
+@pytest.mark.parametrize("name", ["gqa", "one head", "mla"])
+@pytest.mark.parametrize("pages", [(4, 16), (16, 4)])
+def test_heads_replicated_beyond_their_number_and_unlike_pages(name: str, pages: tuple[int, int]) -> None:
+    """Two KV heads, one, or latents, under a tp of 1, 2 and 4 on either side."""
+    lengths, layouts = (1, 4, 5, 33), ("", "tp=2", "tp=4")
+    with in_process(model_of(name), "", config(16)) as replica:
+        expected = [replica.run(greedy(length)).tokens for length in lengths]
+    for prefill in layouts:
+        for decode in layouts:
+            with pools(model_of(name), prefill, decode, config(pages[0]), config(pages[1])) as both:
+                waiting = [both.submit(greedy(length)) for length in lengths]
+                assert [both.decode.finish(events).tokens for events in waiting] == expected, (prefill, decode)
+                assert both.decode.engine.stats().hand_offs.received == len(lengths)
+
+
 def test_a_prompt_that_the_decode_side_holds_is_not_handed_over() -> None:
     model, first = tiny("llama3"), greedy(64)
     longer = greedy(64, request_id="longer", prompt=[*first.prompt, *range(1, 40)])
