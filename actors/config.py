@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from actors.tiers.settings import TierSettings
 from placement.layout import Layout
@@ -27,6 +27,8 @@ class RankConfig(BaseModel):
     block_size: int
     in_pool: bool = False
     """Whether it hands KV over to ranks of other replicas or takes it from them."""
+    handoff_ranges: int = Field(default=4, ge=1)
+    """Ranges of its layers that a hand-off sends one after the other while a step runs; 1: all when its last layer has run."""
     tiers: TierSettings | None = None
     """What stands behind its pages; None: nothing."""
     threads: int | None = None

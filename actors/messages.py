@@ -315,7 +315,8 @@ class KVFetch(Message):
 
 
 class KVSent(Message):
-    """A rank writes no more for a ticket. Seconds: in which writes were under way, and of those, after the last chunk."""
+    """A rank writes no more for a ticket. Seconds: in which writes were under way, and of those, which no computing hid: what
+    was left after the last step, and what beginning them took of the rank's own thread."""
 
     ticket_id: str
     num_bytes: int = 0

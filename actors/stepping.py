@@ -28,6 +28,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     layout, at = parts.config.layout, mesh.coords(parts.config.layout, parts.config.world_rank)
     answers = parts.config.world_rank in mesh.leaders(layout)
     tells_time = layout.pp > 1 and at.cp == at.tp == 0
+    parts.courier.watch(parts.decoder)
     try:
         while True:
             plan = _next_plan(link, parts)
@@ -41,7 +42,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
                 link.send_result(result)
             if plan.asks_experts and (report := parts.experts.report(plan.step)) is not None:
                 link.send_experts(report)
-            parts.courier.after(plan)
+            parts.courier.after()
             stepped()
     except LinkClosed:
         return

@@ -2,10 +2,12 @@
 
     namespace a: prefill engine, rank ──veth, 1 Gbit/s each way, UCX over TCP──→ namespace b: decode engine, ranks
 
-The same prompt goes twice: in one chunk, where nothing hides the transfer (its whole time), and in chunks as pools use them.
+The same prompt goes three times: in one chunk that is sent when it is computed, where nothing hides the transfer (its whole
+time), in chunks that are sent when they are computed, and in chunks of which each range of layers is sent when it is computed,
+as pools do it.
 Needs root, `ip` and `tc`; the rest of the file system, and the control messages, are shared.
 
-    python -m benchmarks.handoff [--tokens 4096] [--rate 1gbit] [--decode pp=2]
+    python -m benchmarks.handoff [--tokens 4096] [--rate 1gbit] [--decode pp=2] [--ranges 4]
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from typing import Any
 
 from actors.config import RankConfig
 from actors.engine.config import EngineConfig, Pool
@@ -43,22 +46,23 @@ def main() -> None:
     options.add_argument("--rate", default="1gbit")
     options.add_argument("--prefill", default="tp=1")
     options.add_argument("--decode", default="pp=2")
-    options.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    options.add_argument("--ranges", type=int, default=4)
+    options.add_argument("--side", nargs=5, help=argparse.SUPPRESS)
     asked = options.parse_args()
     if asked.side:
-        path, name, chunk, layout = asked.side
-        serve_side(Client(path), name, layout, int(chunk), asked.tokens)
+        path, name, chunk, ranges, layout = asked.side
+        serve_side(Client(path), name, layout, int(chunk), int(ranges), asked.tokens)
         return
-    whole = measure(asked, asked.tokens)
-    chunked = measure(asked, asked.chunk)
-    assert whole["tokens"] == chunked["tokens"], "the same prompt was answered in two ways"
-    share = chunked["exposed_s"] / whole["exposed_s"]
-    print(json.dumps({"whole": whole, "chunked": chunked, "exposed_share": round(share, 3)}, indent=1))
+    whole = measure(asked, asked.tokens, 1)
+    found = {"chunks": measure(asked, asked.chunk, 1), "ranges": measure(asked, asked.chunk, asked.ranges)}
+    assert all(each["tokens"] == whole["tokens"] for each in found.values()), "the same prompt was answered in two ways"
+    shares = {name: round(each["exposed_s"] / whole["exposed_s"], 3) for name, each in found.items()}
+    print(json.dumps({"whole": whole, **found, "exposed_share": shares}, indent=1))
 
 
-def measure(asked: argparse.Namespace, chunk: int) -> dict[str, object]:
+def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any]:
     """One hand-off, after one that connects the two sides."""
-    with namespaces(asked.rate) as (one, other), sides(asked, chunk, one, other) as (prefill, decode):
+    with namespaces(asked.rate) as (one, other), sides(asked, chunk, ranges, one, other) as (prefill, decode):
         hand_over(prefill, decode, 64, "warm")
         before = stats_of(prefill)
         tokens, first_s, second_s = hand_over(prefill, decode, asked.tokens, "timed")
@@ -67,6 +71,7 @@ def measure(asked: argparse.Namespace, chunk: int) -> dict[str, object]:
     bits = 8 * moved["sent_bytes"] / moved["exposed_s"] if chunk >= asked.tokens else None
     return {
         "chunk": chunk,
+        "ranges": ranges,
         **moved,
         "link_bits_per_s": bits,
         "first_token_s": first_s,
@@ -108,7 +113,7 @@ def stats_of(side: Connection) -> dict[str, float]:
     return answer
 
 
-def serve_side(pipe: Connection, name: str, layout: str, chunk: int, tokens: int) -> None:
+def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int, tokens: int) -> None:
     """One engine and its ranks, until the pipe is closed."""
     import torch
 
@@ -128,6 +133,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, tokens: int
         block_size=BLOCK,
         threads=1,
         in_pool=True,
+        handoff_ranges=ranges,
     )
     config = EngineConfig(
         num_blocks=blocks,
@@ -158,13 +164,15 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, tokens: int
 
 
 @contextmanager
-def sides(asked: argparse.Namespace, chunk: int, one: str, other: str) -> Iterator[tuple[Connection, Connection]]:
+def sides(asked: argparse.Namespace, chunk: int, ranges: int, one: str, other: str) -> Iterator[tuple[Connection, Connection]]:
     """A process in each namespace, ready."""
     with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/control") as listener:
         environment = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0"}
         command = [sys.executable, "-m", "benchmarks.handoff", "--tokens", str(asked.tokens), "--side", f"{folder}/control"]
         processes = [
-            subprocess.Popen(["ip", "netns", "exec", space, *command, name, str(chunk), layout], env=environment, cwd=ROOT)
+            subprocess.Popen(
+                ["ip", "netns", "exec", space, *command, name, str(chunk), str(ranges), layout], env=environment, cwd=ROOT
+            )
             for space, name, layout in ((one, "prefill", asked.prefill), (other, "decode", asked.decode))
         ]
         pipes = {}

@@ -54,7 +54,7 @@ class SendCounts:
     busy_s: float = 0.0
     """In which a rank had writes under way, summed over tickets and ranks."""
     exposed_s: float = 0.0
-    """The part of that after the prompt's last chunk was computed."""
+    """The part of that which no computing hid: see `KVSent`."""
 
     @property
     def overlap(self) -> float:

@@ -12,6 +12,8 @@ A stage is what it is by construction: `forward` does not ask where it runs. Par
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +83,12 @@ class Decoder(nn.Module):
             hidden = layer(hidden, step)
         return self._leave(hidden, region)
 
+    def watch(self, ranges: Iterable[range], ran: Callable[[range], None]) -> None:
+        """Have `ran` called with each of `ranges` of own layers once the last of them has run (on a device: is queued), in
+        every step that runs them. Nobody else pays."""
+        for layers in ranges:
+            self.layers[str(layers[-1])].register_forward_hook(_then(ran, layers))
+
     @torch.inference_mode()
     def serve(self, lanes: Lanes, turn: int) -> Tensor:
         """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none: [0, hidden]."""
@@ -93,6 +101,13 @@ class Decoder(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """[rows, own vocabulary] fp32 from rows of the last stage's `forward`; padding ids get -inf."""
         return self.head(self.norm(rows))  # type: ignore[no-any-return]
+
+
+def _then(ran: Callable[[range], None], layers: range) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        ran(layers)
+
+    return hook
 
 
 def _all_tokens(hidden: Tensor, region: Region) -> Tensor:

@@ -1,19 +1,24 @@
-"""A rank's part in hand-offs: it does between steps what plans ask for, and tells how far it is.
+"""A rank's part in hand-offs: it does what plans ask for between and within steps, and tells how far it is.
 
 plan ──expects──→ be ready, and say where the bytes go     ──→ KVReport.opened
-       rows   ──→ step ──→ write what is new of a ticket's sequence
+       rows   ──→ step: after each range of layers, write what is new of a ticket's sequence in them
        forgets ─→ begin no more, expect no more
 poll          ──→ writes that are done, bytes that arrived ──→ KVReport.sent, KVReport.arrived
 """
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
 from actors.config import RankConfig
 from actors.messages import KVExpect, KVReader, KVReport, KVSend, KVSent, StepPlan
+from actors.model.decoder import Decoder
 from actors.model.kv_caches import KVCaches
 from actors.transfer.compatibility import Compatibility, IncompatiblePeerError
 from actors.transfer.endpoint import KVEndpoint, Peer
 from actors.transfer.outbound import Outbound
+from actors.transfer.queue_order import queue_order
 from actors.transfer.transport import TransferError, Transport
 from placement import mesh
 from placement.handoff import Copy, Side, holdings
@@ -29,7 +34,11 @@ class Courier:
         self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
         self._side = side_of(config)
         self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
+        self._ranges = _cut(self._held.layers, config.handoff_ranges)
+        self._order = queue_order(endpoint.device)
         self._outbound: dict[str, Outbound] = {}
+        self._running: list[Outbound] = []
+        """Those with tokens in the step under way."""
         self._peers: dict[bytes, Peer] = {}
         """Ranks this one can write to, by their greetings."""
         self._greeting = endpoint.greeting()
@@ -50,6 +59,10 @@ class Courier:
         """Whether to poll."""
         return bool(self._outbound) or self._endpoint.num_expected > 0
 
+    def watch(self, decoder: Decoder) -> None:
+        """Send what `decoder` computes, range by range of its layers."""
+        decoder.watch(self._ranges, self._ran)
+
     def before(self, plan: StepPlan) -> None:
         """What a plan asks for before its step."""
         lane = self._side.lane
@@ -63,15 +76,14 @@ class Courier:
             self._endpoint.forget(ticket_id)
             if ticket_id in self._outbound:
                 self._outbound[ticket_id].stop("it was given up")
+        self._meet(plan)
 
-    def after(self, plan: StepPlan) -> None:
-        """Send what the step has computed."""
-        by_sequence = {out.sequence_id: out for out in self._outbound.values()}
-        for row in plan.rows if by_sequence else []:
-            out = by_sequence.get(row.sequence_id)
-            if out is not None:
-                out.blocks += row.new_blocks
-                out.computed(row.start + row.count)
+    def after(self) -> None:
+        """The step is over: what it computed has been sent."""
+        self._order.flush()
+        for out in self._running:
+            out.computed()
+        self._running = []
 
     def poll(self) -> KVReport | None:
         """What has happened since the last call, if anything has. Never waits."""
@@ -90,6 +102,23 @@ class Courier:
     def close(self) -> None:
         """Give the pools back."""
         self._endpoint.close()
+
+    def _meet(self, plan: StepPlan) -> None:
+        """Know whose tokens the step runs, and in which pages they will be."""
+        by_sequence = {out.sequence_id: out for out in self._outbound.values()}
+        for row in plan.rows if by_sequence else []:
+            out = by_sequence.get(row.sequence_id)
+            if out is not None:
+                out.runs(row.start + row.count, row.new_blocks)
+                self._running.append(out)
+
+    def _ran(self, layers: range) -> None:
+        if self._running:
+            self._order.put(partial(self._send, layers))
+
+    def _send(self, layers: range) -> None:
+        for out in self._running:
+            out.ran(layers)
 
     def _expect(self, expect: KVExpect) -> None:
         need = self._need(range(expect.first, expect.tokens))
@@ -140,10 +169,13 @@ class NoCourier:
 
     is_busy = False
 
+    def watch(self, decoder: Decoder) -> None:
+        """Nothing is sent."""
+
     def before(self, plan: StepPlan) -> None:
         """Nothing is asked for."""
 
-    def after(self, plan: StepPlan) -> None:
+    def after(self) -> None:
         """Nothing is sent."""
 
     def poll(self) -> KVReport | None:
@@ -152,6 +184,13 @@ class NoCourier:
 
     def close(self) -> None:
         """There is nothing to give back."""
+
+
+def _cut(layers: range, count: int) -> list[range]:
+    """At most `count` ranges of layers, in order, as even as can be."""
+    parts = min(count, len(layers))
+    ends = [layers.start + at * len(layers) // parts for at in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def side_of(config: RankConfig) -> Side:

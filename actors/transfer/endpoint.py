@@ -138,7 +138,7 @@ class KVEndpoint:
     def __init__(
         self, transport: Transport, cache: KVCache, held: Holding, compatibility: Compatibility, staging_bytes: int = 64 << 20
     ) -> None:
-        self.compatibility, self.shape = compatibility, CacheShape.of(cache, held)
+        self.compatibility, self.shape, self.device = compatibility, CacheShape.of(cache, held), cache.device
         self.num_stray = 0
         """Notices of copies that nobody expected."""
         self._transport, self._cache = transport, cache

@@ -1,12 +1,12 @@
-"""One prompt on its way from this rank to those of a ticket, chunk by chunk as it is computed.
+"""One prompt on its way from this rank to those of a ticket: chunk by chunk, and in each range by range of its layers.
 
-    step      chunk 0        chunk 1        chunk 2
-    writes        └─ 0-511 ────┐ └─ 512-1023 ──┐ └─ 1024-1299 ──┐
-              ───────────────────────────────────────────→ exposed: after the last chunk, nothing is computed behind which
-                                                                    it could hide
+    step      chunk 0, layers 0-7 8-15 16-23 24-29   chunk 1, layers 0-7 8-15 16-23 24-29
+    writes                     └────┐└───┐└────┐└────┐               └────┐└───┐└────┐└────┐
+              ────────────────────────────────────────────────────────────────────────→ exposed: after the last range of the
+                                                                    last chunk, nothing is computed behind which it could hide
 
 Where a reader stages, its run has a place for every copy of the map to it, in the map's order; a chunk has its place in that of
-its copy. Both sides know the map's order, so no place is negotiated.
+its copy, and a range of layers in that of its chunk. Both sides know the map's order, so no place is negotiated.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ class Outbound:
         self.ticket_id, self.sequence_id = ticket.ticket_id, send.sequence_id
         self.error: str | None = None
         self.blocks: list[int] = []
-        """Pages of the sequence here; whoever follows the plans adds to them."""
+        """Pages of the sequence here."""
         self._endpoint, self._ownership = endpoint, own.ownership
         self._readers = {reader.world_rank: reader for reader in ticket.readers}
         self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
         self._lots = list(_lots(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint))
         self._peers: dict[int, Peer] = {}
         self._sent, self._tokens = ticket.first, ticket.tokens
+        self._window = range(0)
+        """Positions that the step under way computes and that are to be sent."""
         self._ends_s = time.monotonic() + send.lease_s
         self._cut_s = self._ends_s + send.grace_s
         self.is_cut = False
         """Whether writes were still under way when they had to have ended: their readers must be cut off."""
         self._under_way: list[Sending] = []
-        self._num_bytes, self._busy_s = 0, 0.0
+        self._num_bytes, self._busy_s, self._held_up_s = 0, 0.0, 0.0
         self._busy_since = self._computed_at = 0.0
         missing = sorted(self._tables.keys() - self._readers.keys())
         if missing:
@@ -67,27 +69,31 @@ class Outbound:
         return {lot.copy.destination: self._readers[lot.copy.destination].greeting for lot in self._lots}
 
     def connected(self, peers: dict[int, Peer]) -> None:
-        """Have them, by world rank, before the first `computed`."""
+        """Have them, by world rank, before the first step."""
         self._peers = peers
 
-    def computed(self, tokens: int) -> None:
-        """The first `tokens` tokens of the sequence are in this rank's pages."""
-        window = range(self._sent, min(tokens, self._tokens))
-        if not window or self.error is not None:
+    def runs(self, tokens: int, new_blocks: list[int]) -> None:
+        """A step begins, after which the first `tokens` tokens of the sequence are in this rank's pages: `new_blocks` too."""
+        self.blocks += new_blocks
+        self._window = range(self._sent, min(tokens, self._tokens))
+
+    def ran(self, layers: range) -> None:
+        """In `layers` they are by now."""
+        if not self._window or self.error is not None:
             return
-        if time.monotonic() > self._ends_s:
+        now = time.monotonic()
+        if now > self._ends_s:
             self.stop("its lease is over")
             return
-        self._sent = window.stop
-        self._computed_at = time.monotonic()
-        self._busy_since = self._busy_since if self._under_way else self._computed_at
-        try:
-            for lot in self._lots:
-                part = lot.copy.within(lot.copy.layers, window)
-                if part is not None:
-                    self._send(lot, part)
-        except (TransferError, ValueError) as error:
-            self.stop(str(error))
+        self._busy_since, began = self._busy_since if self._under_way else now, time.thread_time()
+        self._write(layers)
+        self._held_up_s += time.thread_time() - began
+
+    def computed(self) -> None:
+        """The step is over."""
+        if self._window and self.error is None:
+            self._sent, self._computed_at = self._window.stop, time.monotonic()
+        self._window = range(0)
 
     def stop(self, reason: str) -> None:
         """Begin no more writes."""
@@ -108,7 +114,7 @@ class Outbound:
         is_whole = self._sent == self._tokens
         if self._under_way or not (is_whole or self.error is not None):
             return None
-        exposed_s = time.monotonic() - self._computed_at if is_whole and self._num_bytes else 0.0
+        exposed_s = self._held_up_s + time.monotonic() - self._computed_at if is_whole and self._num_bytes else 0.0
         return KVSent(
             ticket_id=self.ticket_id,
             num_bytes=self._num_bytes,
@@ -116,6 +122,15 @@ class Outbound:
             exposed_s=min(exposed_s, self._busy_s),
             error=self.error,
         )
+
+    def _write(self, layers: range) -> None:
+        try:
+            for lot in self._lots:
+                part = lot.copy.within(layers, self._window)
+                if part is not None:
+                    self._send(lot, part)
+        except (TransferError, ValueError) as error:
+            self.stop(str(error))
 
     def _goes_on(self, sending: Sending) -> bool:
         try:
@@ -128,8 +143,7 @@ class Outbound:
         rank = part.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:
-            before = len(lot.copy.positions.within(range(part.positions.window.start)))
-            staged_at += lot.offset + before * self._endpoint.num_bytes(lot.copy) // len(lot.copy.positions)
+            staged_at += lot.offset + self._place_of(part, lot.copy)
         table = PageTable(self._ownership, self.blocks)
         arguments = (self._peers[rank], self.ticket_id, part, table)
         try:
@@ -138,6 +152,12 @@ class Outbound:
             sending = self._endpoint.send(*arguments, Place(staged_at=None), self._tables[rank])
         self._under_way.append(sending)
         self._num_bytes += self._endpoint.num_bytes(part)
+
+    def _place_of(self, part: Copy, whole: Copy) -> int:
+        """Bytes of a copy's run before those of a part: what is at earlier positions, then what is in earlier layers."""
+        before = len(whole.positions.within(range(part.positions.window.start)))
+        layers = len(whole.layers) * before + (part.layers.start - whole.layers.start) * len(part.positions)
+        return layers * self._endpoint.num_bytes(part) // (len(part.layers) * len(part.positions))
 
 
 def _lots(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[Lot]:
