@@ -11,9 +11,10 @@ from cluster import topology
 from placement.hardware import ClusterSpec
 
 
-def discover(device: Device) -> ClusterSpec:
-    """Live nodes of the connected cluster with their slots for ranks of `device`. Raises a Ray error when not connected."""
-    return topology.cluster_of(ray.nodes(), device)
+def discover(device: Device, pool: str = "") -> ClusterSpec:
+    """Live nodes of the connected cluster with their slots for ranks of `device`; only those that a pool may use, where one is
+    named. Raises a Ray error when not connected."""
+    return topology.cluster_of(topology.open_to(ray.nodes(), pool), device)
 
 
 def available() -> Mapping[str, Mapping[str, float]]:

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from cluster.discover import available, discover
 from cluster.local import NAMESPACE
 from cluster.settings import ReplicaSettings
-from cluster.topology import RAY_DOMAIN, domain_slots, free_slots
+from cluster.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
 from placement.bundles import Bundle, bundle_of, bundles, impossible
 from placement.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.hardware import ClusterSpec
@@ -77,7 +77,7 @@ def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
     demand: PlacementGroup | None = None
     try:
         while True:
-            reason = impossible(wanted, node_resources())
+            reason = impossible(wanted, node_resources(settings.pool))
             if reason is None:
                 if demand is not None:
                     remove_placement_group(demand)
@@ -97,11 +97,10 @@ def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
             remove_placement_group(demand)
 
 
-def node_resources() -> dict[str, dict[str, float]]:
-    """Total resources of every live node, by its address and id, as Ray names them."""
-    return {
-        f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in ray.nodes() if node["Alive"]
-    }
+def node_resources(pool: str = "") -> dict[str, dict[str, float]]:
+    """Total resources of every live node that the pool may use, by its address and id, as Ray names them."""
+    nodes = [node for node in open_to(ray.nodes(), pool) if node["Alive"]]
+    return {f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in nodes}
 
 
 def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
@@ -129,7 +128,7 @@ class _Wait:
 
 def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> Seats | None:
     """Seats on what is free now; None where that is too little, or somebody else was faster."""
-    cluster = discover(settings.device)
+    cluster = discover(settings.device, settings.pool)
     free = free_slots(cluster, available(), settings.device)
     ids = [node.id for node in cluster.nodes]
     others = [at for at, node in enumerate(cluster.nodes) if free[at] < node.slots]
@@ -166,11 +165,14 @@ def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, seating
 def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGroup:
     """Tells Ray, and with it an autoscaler, what is missing: in one fast domain where Ray knows one that is large enough, a
     node for each stage where there are several."""
-    largest = max(domain_slots(ray.nodes(), settings.device).values(), default=0)
+    largest = max(domain_slots(open_to(ray.nodes(), settings.pool), settings.device).values(), default=0)
     strategy = {NODE_ID: "SPREAD" if settings.layout.pp > 1 else "PACK"}
     if largest >= settings.layout.world:
         strategy[RAY_DOMAIN] = "STRICT_PACK"
-    group: PlacementGroup = placement_group([dict(bundle) for bundle in wanted], topology_strategy=strategy)
+    kept = [pool_selector(settings.pool)] * len(wanted) if settings.pool else None
+    group: PlacementGroup = placement_group(
+        [dict(bundle) for bundle in wanted], topology_strategy=strategy, bundle_label_selector=kept
+    )
     return group
 
 

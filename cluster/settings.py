@@ -62,6 +62,8 @@ class ReplicaSettings(BaseModel):
     """Both: see `Balancing`."""
     in_pool: bool = False
     """Whether it is one of a prefill or decode pool."""
+    pool: str = ""
+    """Which of `cluster.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone."""
     environment: dict[str, str] = {}
     """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
     deployment: str = ""

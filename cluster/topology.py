@@ -13,6 +13,10 @@ from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 NAME_LABEL = "shardwright/name"
 """What a node is to be called; its address, unless given."""
 
+POOL_LABEL = "shardwright/pool"
+"""The pool whose replicas a node is kept for, one of `POOLS`; a node without it takes those of any."""
+POOLS = ("prefill", "decode")
+
 RAY_DOMAIN = "ray.io/gpu-domain"
 DOMAIN_LABELS = (RAY_DOMAIN, "gpu-domain", "nvidia.com/gpu.clique")
 RACK_LABELS = ("rack", "topology.kubernetes.io/rack")
@@ -32,6 +36,16 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], device: Device) -> ClusterSpe
     shared = Counter(_name(node) for node in alive)
     specs = (_node(node, device, shared[_name(node)] > 1) for node in alive)
     return ClusterSpec(nodes=tuple(sorted(specs, key=lambda spec: _natural(spec.name))))
+
+
+def open_to(nodes: Sequence[Mapping[str, Any]], pool: str) -> list[Mapping[str, Any]]:
+    """Those of ``ray.nodes()`` that are not kept for another pool than `pool`; all of them where it is empty."""
+    return [node for node in nodes if not pool or (node.get("Labels") or {}).get(POOL_LABEL, pool) == pool]
+
+
+def pool_selector(pool: str) -> dict[str, str]:
+    """The same as a label selector of Ray's."""
+    return {POOL_LABEL: f"!in({', '.join(other for other in POOLS if other != pool)})"} if pool else {}
 
 
 def slotless(nodes: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
@@ -96,6 +110,7 @@ def _node(node: Mapping[str, Any], device: Device, is_shared: bool) -> NodeSpec:
         domain=_first(labels, DOMAIN_LABELS),
         rack=_first(labels, RACK_LABELS),
         zone=_first(labels, ZONE_LABELS),
+        pool=labels.get(POOL_LABEL),
     )
 
 

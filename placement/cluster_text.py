@@ -31,10 +31,10 @@ def as_text(cluster: ClusterSpec, free: Sequence[int]) -> str:
 
 def _table(cluster: ClusterSpec, free: Sequence[int]) -> Iterator[str]:
     yield f"{_many(len(cluster.nodes), 'node')}, {_many(cluster.slots, 'slot')}, {sum(free)} free"
-    rows = [("node", "slots", "free", "kind", "memory", "domain", "rack", "zone", "id")]
+    rows = [("node", "slots", "free", "kind", "memory", "domain", "rack", "zone", "pool", "id")]
     for node, left in zip(cluster.nodes, free, strict=True):
         memory = "" if node.memory_bytes is None else size_text(node.memory_bytes)
-        where = (node.domain or "", node.rack or "", node.zone or "")
+        where = (node.domain or "", node.rack or "", node.zone or "", node.pool or "")
         rows.append((node.name, str(node.slots), str(left), node.accelerator or node.kind, memory, *where, node.id[:8]))
     kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
     yield from columns([[row[at] for at in kept] for row in rows], right={kept.index(1), kept.index(2)} if rows[1:] else set())

@@ -44,6 +44,8 @@ class NodeSpec(BaseModel):
     domain: str | None = None
     rack: str | None = None
     zone: str | None = None
+    pool: str | None = None
+    """The pool of replicas it is kept for; None: any."""
     inside: Link | None = None
 
     @property

@@ -30,7 +30,7 @@ from placement import checkpoint_header
 from placement.seating import seat_all
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
-from serve_app.names import ENGINE, INGRESS
+from serve_app.names import ENGINE, INGRESS, POOL_OF
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.pools import Service, service
 from serve_app.preflight import check_files
@@ -72,7 +72,10 @@ class Ingress:
 def settings_in_cluster(args: ServeArgs) -> Service:
     """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError` or `LayoutError`."""
     device = args.device if args.device != "auto" else best_device()
-    return service(args, device, None if args.nodes_wait_s else discover(device))
+    found = service(args, device, None if args.nodes_wait_s else discover(device))
+    if found.prefill is None:
+        return found
+    return Service(*(each.model_copy(update={"pool": POOL_OF[name]}) for name, each in found.by_name.items()))
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
@@ -144,15 +147,24 @@ def _settled(args: ServeArgs) -> Service:
 
 
 def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:
-    """An engine lives on a node that has slots, so that it is lost with its ranks and not with another node."""
+    """An engine lives on a node that has slots for its pool, so that it is lost with its ranks and not with another node."""
+    return _on(_with_slots(settings) | topology.pool_selector(settings.pool))
+
+
+def _on(selector: dict[str, str]) -> dict[str, Any]:
+    return {"num_cpus": 0} | ({"label_selector": selector} if selector else {})
+
+
+def _with_slots(settings: ReplicaSettings) -> dict[str, str]:
+    """Selects the nodes that have slots; nothing, where no node has or all have."""
     without = topology.slotless(ray.nodes(), settings.device)
     others = settings.nodes_wait_s or len(without) < sum(node["Alive"] for node in ray.nodes())
-    return {"num_cpus": 0} | ({"label_selector": {NODE_ID: f"!in({', '.join(without)})"}} if without and others else {})
+    return {NODE_ID: f"!in({', '.join(without)})"} if without and others else {}
 
 
 def _most_a_node(settings: ReplicaSettings) -> int | None:
     """Engines a node gets at most: as many as replicas have their first ranks on one, so that both live together."""
-    seatings = seat_all(settings.layout, settings.spec, discover(settings.device))
+    seatings = seat_all(settings.layout, settings.spec, discover(settings.device, settings.pool))
     return max(Counter(seating.nodes[0] for seating in seatings).values()) if seatings else None
 
 
@@ -160,7 +172,7 @@ def _entrance(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
     """Where the HTTP process lives."""
     if known is None:
         return {"num_cpus": 0}
-    return _on_head() if args.entrance == "head" else _beside_ranks(known)
+    return _on_head() if args.entrance == "head" else _on(_with_slots(known))
 
 
 def _on_head() -> dict[str, Any]:

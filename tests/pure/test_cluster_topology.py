@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from cluster.topology import cluster_of, device_link, domain_slots, free_slots, head_of, slotless, with_links
+from cluster.topology import (
+    POOLS,
+    cluster_of,
+    device_link,
+    domain_slots,
+    free_slots,
+    head_of,
+    open_to,
+    pool_selector,
+    slotless,
+    with_links,
+)
 from placement.cluster_text import as_text
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
@@ -52,6 +63,18 @@ def test_nodes_are_read_with_their_domains_in_the_order_of_their_names() -> None
     assert free_slots(cpu, {"id-10.0.0.10-0": {"CPU": 2.0}}, "cpu") == [0, 0, 2]
     assert free_slots(cuda, {gpu.id: {"GPU": 8.0, "CPU": 3.0}}, "cuda") == [0, 3, 0], "a rank on a GPU needs a CPU as well"
     assert domain_slots(nodes, "cuda") == {"d1": 8}
+
+
+def test_a_node_kept_for_a_pool_is_not_the_other_ones() -> None:
+    nodes = [ray_node("a", labels={"shardwright/pool": "decode"}, CPU=2.0), ray_node("b", CPU=2.0)]
+    nodes.append(ray_node("c", labels={"shardwright/pool": "prefill", "rack": "r"}, CPU=2.0))
+    names = {pool: [node["NodeManagerAddress"] for node in open_to(nodes, pool)] for pool in ("", *POOLS)}
+    assert names == {"": ["a", "b", "c"], "decode": ["a", "b"], "prefill": ["b", "c"]}
+    assert pool_selector("decode") == {"shardwright/pool": "!in(prefill)"}
+    assert pool_selector("") == {}
+    found = cluster_of(nodes, "cpu")
+    assert [node.pool for node in found.nodes] == ["decode", None, "prefill"]
+    assert "pool" in as_text(found, [2, 2, 2]).splitlines()[1]
 
 
 def test_nodes_of_one_address_are_told_apart() -> None:

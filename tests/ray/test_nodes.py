@@ -8,8 +8,10 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from actors.transfer.nixl_transport import is_installed
 from placement.hardware import ClusterSpec
 from tests.ray.server import Server, environment, kill, run, serving, wait_until
 from tests.ray.streaming import body
@@ -58,7 +60,7 @@ from ray.cluster_utils import Cluster
 cluster = Cluster()
 for index in range(2):
     only_head = {"include_dashboard": False} if index == 0 else {}
-    labels = {"rack": f"r{index}", "shardwright/name": f"n{index}"}
+    labels = {"rack": f"r{index}", "shardwright/name": f"n{index}", "shardwright/pool": ("decode", "prefill")[index]}
     cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20, labels=labels, **only_head)
 print(cluster.address, flush=True)
 sys.stdin.read()
@@ -159,12 +161,24 @@ def test_a_layout_that_must_cross_a_slow_link_says_so_where_it_is_served() -> No
         refused = run("serve", str(tiny("llama3").folder), "--layout", "tp=4", *address, env=open_access)
         assert refused.returncode == 2
         assert "tp=4 does not fit inside one node: the largest, n0, has 2 slots" in refused.stderr
+        if is_installed():
+            check_pools_are_apart(address, open_access, server.port)
         idle = run("status", *address, env=open_access)
         assert (idle.returncode, idle.stdout) == (1, "application NOT_STARTED\n")
         racks.stdin.close()
         racks.wait(60)
     finally:
         kill(racks, mark)
+
+
+def check_pools_are_apart(address: Sequence[str], env: dict[str, str], port: int) -> None:
+    """Each pool on the node kept for it, its engine too. They are of one size: room alone would not tell them apart."""
+    with serving(str(tiny("llama3").folder), "--prefill", "tp=2", "--decode", "pp=2", *address, env=env, port=port):
+        deployments = json.loads(run("status", "--json", *address, env=env).stdout)["deployments"]
+        replicas = {each["name"]: each["replicas"][0] for each in deployments}
+        nodes = {name: {each["node"], *(rank["node"] for rank in each["ranks"])} for name, each in replicas.items()}
+        assert nodes["Prefill"] == {"n1"}
+        assert nodes["Engine"] == {"n0"}
 
 
 def asked(server: Server, seed: int) -> list[int]:
