@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -79,17 +80,23 @@ def cluster_state(details: dict[str, Any], name: str, node_names: dict[str, str]
     )
 
 
-def slow_crossings(settings: ReplicaSettings) -> list[str]:
-    """What the replicas on the connected cluster send over slow links in a decode step of one token for each lane, by where
-    their ranks really are; alike replicas once."""
+def replica_ids(details: dict[str, Any], name: str, deployment: str) -> set[str]:
+    """Ids of the replicas of one deployment of the application `name`, of Serve's details."""
+    deployments = details.get("applications", {}).get(name, {}).get("deployments", {})
+    return {each["replica_id"] for each in deployments.get(deployment, {}).get("replicas", ())}
+
+
+def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list[str]:
+    """What replicas made of `settings`, named by their ids, send over slow links of the connected cluster in a decode step of
+    one token for each lane, by where their ranks really are; alike replicas once."""
     cluster = discover(settings.device)
     if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
         return []
     ids = [node.id for node in cluster.nodes]
     homes: dict[str, dict[int, int]] = {}
     for name, report in rank_reports().items():
-        if report.place.node_id in ids:
-            replica = name.rpartition("-rank-")[0]
+        replica = name.rpartition("-rank-")[0]
+        if report.place.node_id in ids and replica.rpartition("-")[0] in replicas:
             homes.setdefault(replica, {})[report.place.world_rank] = ids.index(report.place.node_id)
     layout = settings.layout
     step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, lanes=layout.attn_dp)

@@ -204,12 +204,14 @@ def _reachable(host: str) -> str:
 def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: TextFiles) -> None:
     from ray.exceptions import RayError
 
-    from cluster.status import slow_crossings
+    from cluster.status import replica_ids, serve_details, slow_crossings
 
     settings = served.engine
     slow: list[str] = []
     with suppress(RayError):  # a cluster too busy to tell is no reason to fail
-        slow = [line for each in served.by_name.values() for line in slow_crossings(each)]
+        details = serve_details()
+        pools = {name: replica_ids(details, APP_NAME, name) for name in served.by_name}
+        slow = [line for name, each in served.by_name.items() for line in slow_crossings(each, pools[name])]
     print(f"\nShardwright is ready: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
     if settings.max_model_len < usual:
