@@ -76,10 +76,10 @@ class Server:
 
 
 @contextmanager
-def serving(*args: str, env: dict[str, str] | None = None, port: int | None = None) -> Iterator[Server]:
+def serving(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """A server for the length of a block. Fails when it does not get ready, does not end, or leaves a process behind."""
     with tempfile.TemporaryDirectory() as folder:
-        server = start(*args, log=Path(folder) / "log", env=env, port=port)
+        server = start(*args, log=Path(folder) / "log", env=env)
         try:
             wait_until(lambda: ready(server), READY_S, lambda: f"not ready: {server.log.read_text()[-3000:]}")
             yield server

@@ -8,8 +8,11 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from actors.transfer.nixl_transport import is_installed
 from placement.hardware import ClusterSpec
@@ -18,6 +21,7 @@ from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
 SOON_S = 30
+OPEN = {"RAY_AUTH_MODE": "disabled"}
 
 SEATS = """
 import threading, time
@@ -60,7 +64,8 @@ from ray.cluster_utils import Cluster
 cluster = Cluster()
 for index in range(2):
     only_head = {"include_dashboard": False} if index == 0 else {}
-    labels = {"rack": f"r{index}", "shardwright/name": f"n{index}", "shardwright/pool": ("decode", "prefill")[index]}
+    labels = {"rack": f"r{index}", "shardwright/name": f"n{index}"}
+    labels |= {"shardwright/pool": sys.argv[1 + index]} if sys.argv[1:] else {}
     cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20, labels=labels, **only_head)
 print(cluster.address, flush=True)
 sys.stdin.read()
@@ -147,38 +152,48 @@ def test_engines_that_start_together_do_not_meet() -> None:
 
 def test_a_layout_that_must_cross_a_slow_link_says_so_where_it_is_served() -> None:
     """Two racks, on a cluster that is there before the command and after it."""
-    mark, open_access = secrets.token_hex(8), {"RAY_AUTH_MODE": "disabled"}
-    line = [sys.executable, "-c", RACKS]
-    racks = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(mark, open_access))
-    try:
-        assert racks.stdin is not None
-        assert racks.stdout is not None
-        address = ["--address", racks.stdout.readline().strip()]
-        with serving(str(tiny("llama3").folder), "--layout", "tp=2,pp=2", *address, env=open_access) as server:
+    with racks() as address:
+        with serving(str(tiny("llama3").folder), "--layout", "tp=2,pp=2", *address, env=OPEN) as server:
             told = server.log.read_text()
             assert re.search(r"stage boundary \(pp\) crosses (n0 -> n1|n1 -> n0)", told), told
             assert "slow link, assumed 10 Gbit/s" in told
-        refused = run("serve", str(tiny("llama3").folder), "--layout", "tp=4", *address, env=open_access)
+        refused = run("serve", str(tiny("llama3").folder), "--layout", "tp=4", *address, env=OPEN)
         assert refused.returncode == 2
         assert "tp=4 does not fit inside one node: the largest, n0, has 2 slots" in refused.stderr
-        if is_installed():
-            check_pools_are_apart(address, open_access, server.port)
-        idle = run("status", *address, env=open_access)
+        idle = run("status", *address, env=OPEN)
         assert (idle.returncode, idle.stdout) == (1, "application NOT_STARTED\n")
-        racks.stdin.close()
-        racks.wait(60)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
+def test_pools_sit_on_the_nodes_that_are_kept_for_them() -> None:
+    """Their engines too. They are of one size: room alone would not tell them apart."""
+    with racks("decode", "prefill") as address:
+        with serving(str(tiny("llama3").folder), "--prefill", "tp=2", "--decode", "pp=2", *address, env=OPEN) as server:
+            deployments = json.loads(run("status", "--json", *address, env=OPEN).stdout)["deployments"]
+            replicas = {each["name"]: each["replicas"][0] for each in deployments}
+            nodes = {name: {each["node"], *(rank["node"] for rank in each["ranks"])} for name, each in replicas.items()}
+            assert nodes["Prefill"] == {"n1"}
+            assert nodes["Engine"] == {"n0"}
+            assert "crosses" not in server.log.read_text()
+        refused = run("serve", str(tiny("llama3").folder), "--prefill", "*1", "--decode", "pp=3", *address, env=OPEN)
+        assert refused.returncode == 2
+        assert "only 2 of 3 bundles" in refused.stderr, "n1 has room for one more, but not for this pool"
+
+
+@contextmanager
+def racks(*pools: str) -> Iterator[list[str]]:
+    """Two nodes of two slots, n0 and n1, in racks of their own, each kept for one of `pools`, if any: ``--address``."""
+    mark, line = secrets.token_hex(8), [sys.executable, "-c", RACKS, *pools]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(mark, OPEN))
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield ["--address", process.stdout.readline().strip()]
+        process.stdin.close()
+        process.wait(60)
     finally:
-        kill(racks, mark)
-
-
-def check_pools_are_apart(address: Sequence[str], env: dict[str, str], port: int) -> None:
-    """Each pool on the node kept for it, its engine too. They are of one size: room alone would not tell them apart."""
-    with serving(str(tiny("llama3").folder), "--prefill", "tp=2", "--decode", "pp=2", *address, env=env, port=port):
-        deployments = json.loads(run("status", "--json", *address, env=env).stdout)["deployments"]
-        replicas = {each["name"]: each["replicas"][0] for each in deployments}
-        nodes = {name: {each["node"], *(rank["node"] for rank in each["ranks"])} for name, each in replicas.items()}
-        assert nodes["Prefill"] == {"n1"}
-        assert nodes["Engine"] == {"n0"}
+        kill(process, mark)
 
 
 def asked(server: Server, seed: int) -> list[int]:
