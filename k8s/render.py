@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.render.kuberay import kustomization
-from placement.layout import Layout
 from serve_app.render_command import RenderArgs, deployment_of, files_of, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +27,12 @@ OVERLAYS = {
         "A model of 128 experts, 8 on each of sixteen GPUs: one group of two machines on one fast network.",
         {"model": "/models/Qwen3-235B-A22B", "layout": "tp=8,cp=2,ep=16", **_GPUS},
     ),
+    "pd-pools": (
+        "Prompts by two replicas, a machine of eight GPUs each; their tokens by one over sixteen, a group of two machines.",
+        {"model": "/models/Qwen3-235B-A22B", "prefill": "tp=4,cp=2,ep=8*2", "decode": "tp=4,attn_dp=4,ep=16*1", **_GPUS},
+    ),
 }
-"""What each is, and how it is asked for. (`render` writes no separate pools for prefill and decode yet.)"""
+"""What each is, and how it is asked for."""
 
 _CLOUD_GPUS = {**_GPUS, "model": "Qwen/Qwen3-32B", "layout": "tp=8,pp=2", "target": "ray-up", "name": "shardwright"}
 CONFIGS = {
@@ -74,7 +77,7 @@ def texts() -> dict[str, str]:
     found = {}
     for name, (about, fields) in OVERLAYS.items():
         args = RenderArgs.model_validate({"target": "kuberay", "name": name, **fields})
-        files = files_of(args, deployment_of(args, Layout.parse(args.layout)))
+        files = files_of(args, deployment_of(args))
         listed = {**kustomization(name, [each for each in files if each != "kustomization.yaml"], "../../base")}
         files["kustomization.yaml"] = [{**listed, "namespace": "shardwright"}]
         for file, documents in files.items():
@@ -83,7 +86,7 @@ def texts() -> dict[str, str]:
     for name, (about, fields) in CONFIGS.items():
         args = RenderArgs.model_validate(fields)
         path = f"cluster/configs/{name}.yaml"
-        config = files_of(args, deployment_of(args, Layout.parse(args.layout)))["cluster.yaml"]
+        config = files_of(args, deployment_of(args))["cluster.yaml"]
         found[path] = f"# {about}\n{_UP.format(path=path)}# Written by k8s/render.py.\n" + text_of(config)
     return found
 

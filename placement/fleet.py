@@ -17,7 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from placement.hardware import ClusterSpec, DeviceKind, NodeSpec
 from placement.layout import Layout, LayoutError
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+TRANSFER_BYTES = 8 * MIB
+"""Shared memory of a rank that hands KV over, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
 
 
 class Machine(BaseModel):
@@ -40,6 +42,16 @@ class Machine(BaseModel):
     def object_store_bytes(self) -> int:
         """No tensor travels through the object store, so it needs little; and it must fit the shared memory."""
         return min(GIB, self.shm_bytes // 2)
+
+    def require_room_for_transfers(self) -> None:
+        """Raise `LayoutError` where its shared memory does not hold what ranks that hand KV over take of it."""
+        least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to a half
+        if self.shm_bytes < least:
+            raise LayoutError(
+                f"{self.slots} ranks that hand KV over take {TRANSFER_BYTES // MIB} MiB of shared memory each, to be left "
+                f"beside the object store, but a machine of {self.memory_bytes // MIB:,} MiB has {self.shm_bytes // MIB:,} MiB "
+                f"of it, a quarter: give it {4 * least // MIB:,} MiB of memory or more, or fewer slots"
+            )
 
 
 class Fleet(BaseModel):

@@ -172,6 +172,8 @@ def verify(
 def render(
     model: Model = DEFAULT_MODEL,
     layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=8,pp=2 or tp=2,replicas=2.")] = "",
+    prefill: Annotated[str, typer.Option(help="With --decode, for --layout: a pool for prompts, as in tp=8*2.")] = "",
+    decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example tp=8,pp=2*1.")] = "",
     target: Annotated[str, typer.Option(help="ray-up, kuberay or serve.")] = "serve",
     name: Annotated[str, typer.Option(help="Every object's name begins with it.")] = "shardwright",
     model_path: Annotated[str | None, typer.Option(help="Where the machines find the model, if not where it is here.")] = None,

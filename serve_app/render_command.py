@@ -13,20 +13,23 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.render.kuberay import Cloud, kustomization, manifests
 from cluster.render.ray_up import cloud_cluster, local_cluster
-from cluster.render.serve_file import Deployment, serve_file
+from cluster.render.serve_file import Deployment, Pool, serve_file
 from placement import checkpoint_header
 from placement.fleet import Machine, fleet
+from placement.handoff import Side, holdings
 from placement.layout import Layout, LayoutError, require
 from serve_app.catalog import resolve
-from serve_app.names import APP_NAME, ENGINE, INGRESS
-from serve_app.settings import Bytes
+from serve_app.names import APP_NAME, ENGINE, INGRESS, PREFILL
+from serve_app.pools import layouts as layouts_of
+from serve_app.settings import Bytes, ServeArgs
 
 IMPORT_PATH = "serve_app.app:build"
 Files = dict[str, list[dict[str, Any]]]
 
 
 class RenderArgs(BaseModel):
-    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given.
+    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill` and
+    `decode` are pools, in place of `layout`, as in `ServeArgs`.
 
     `spare`: machines that stay free, for an upgrade (kuberay).
     """
@@ -35,6 +38,8 @@ class RenderArgs(BaseModel):
 
     model: str
     layout: str = ""
+    prefill: str = ""
+    decode: str = ""
     target: Literal["ray-up", "kuberay", "serve"]
     name: str = APP_NAME
     model_path: str | None = None
@@ -73,31 +78,49 @@ def run_render(args: RenderArgs) -> None:
 
 def render(args: RenderArgs) -> Files:
     """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
-    layout = Layout.parse(args.layout)
+    layouts = _layouts(args)
     spec = checkpoint_header.read(resolve(args.model, header_only=True).path)
-    require(layout, spec)  # before the machines: they are counted for a layout that can be
-    deployment = deployment_of(args, layout)
-    require(layout, spec, deployment.fleet.cluster)
+    for layout in layouts:
+        require(layout, spec)  # before the machines: they are counted for a layout that can be
+        if len(layouts) > 1:
+            holdings(spec, Side(layout))  # raises where the model's KV cannot be handed over
+    deployment = deployment_of(args)
+    for pool in deployment.pools:
+        require(pool.layout, spec, pool.fleet.cluster)
     return files_of(args, deployment)
 
 
-def deployment_of(args: RenderArgs, layout: Layout) -> Deployment:
-    """The deployment that was asked for, on as many machines as it needs."""
-    machine = Machine(
+def deployment_of(args: RenderArgs) -> Deployment:
+    """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
+    layouts, machine = _layouts(args), _machine(args)
+    arguments = {"layout": ENGINE}
+    if len(layouts) > 1:
+        arguments = {"decode": ENGINE, "prefill": PREFILL}
+        machine.require_room_for_transfers()
+    return Deployment(
+        name=args.name,
+        model=args.model_path or args.model,
+        pools=tuple(
+            Pool(name=name, argument=argument, layout=layout, fleet=fleet(layout, machine))
+            for (argument, name), layout in zip(arguments.items(), layouts, strict=True)
+        ),
+        import_path=IMPORT_PATH,
+        ingress=INGRESS,
+    )
+
+
+def _layouts(args: RenderArgs) -> list[Layout]:
+    """The layout, or those of the decode and the prefill pool."""
+    return layouts_of(ServeArgs(model=args.model, layout=args.layout, prefill=args.prefill, decode=args.decode))
+
+
+def _machine(args: RenderArgs) -> Machine:
+    return Machine(
         slots=args.slots,
         kind=args.device,
         cpus=args.cpus or args.slots,
         memory_bytes=args.memory,
         accelerator=args.accelerator,
-    )
-    return Deployment(
-        name=args.name,
-        model=args.model_path or args.model,
-        layout=layout,
-        fleet=fleet(layout, machine),
-        import_path=IMPORT_PATH,
-        ingress=INGRESS,
-        engine=ENGINE,
     )
 
 
@@ -134,10 +157,10 @@ _Blocks.add_representer(str, _block)
 
 def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:
     if args.provider == "local":
-        need = deployment.fleet.machines
+        need = deployment.machines
         if not args.head or len(args.workers) < need:
             raise LayoutError(
-                f"{deployment.layout} needs {need} worker machines of {args.slots} slots and a head beside them, but --head is "
+                f"{deployment} needs {need} worker machines of {args.slots} slots and a head beside them, but --head is "
                 f"{args.head!r} and --worker was given {len(args.workers)} times"
             )
         setup = {"setup": args.setup} if args.setup else {}

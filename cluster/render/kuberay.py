@@ -1,7 +1,8 @@
 """Manifests for KubeRay 1.7: a RayService for any layout, with what it stands on.
 
-One worker group holds all ranks. Its replica is a group of `Fleet.hosts` pods that come, go and are replaced together: one
-pipeline over several machines, or one machine. All names begin with the deployment's, so that two never meet.
+One worker group holds all ranks, or one for each of two pools that do not share a machine. A replica of it is a group of
+`Fleet.hosts` pods that come, go and are replaced together: one pipeline over several machines, or one machine. All names begin
+with the deployment's, so that two never meet.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
-from cluster.render.serve_file import HTTP_PORT, Deployment, serve_file
+from cluster.render.serve_file import HTTP_PORT, Deployment, Group, serve_file
+from cluster.topology import POOL_LABEL
+from placement.fleet import Machine
 from placement.layout import LayoutError
 
 Manifest = dict[str, Any]
@@ -70,7 +73,7 @@ def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
         "kind": "RayService",
         "metadata": {"name": deployment.name, "annotations": {"ray.io/initializing-timeout": "2h"}},
         "spec": {
-            "upgradeStrategy": upgrade_strategy(deployment.fleet.machines, cloud),
+            "upgradeStrategy": upgrade_strategy(deployment.machines, cloud),
             "rayClusterDeletionDelaySeconds": 120,
             "excludeHeadPodFromServeSvc": True,
             "serveConfigV2": text,
@@ -92,7 +95,7 @@ def upgrade_strategy(needed: int, cloud: Cloud) -> Manifest:
 
 
 def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
-    fleet, name = deployment.fleet, deployment.name
+    name = deployment.name
     claim, keys = f"{name}-models", f"{name}-api-keys"
     ray_version = version("ray")
     return {
@@ -114,23 +117,28 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
             "template": head_pod(name, cloud.image, claim, keys),
         },
         "workerGroupSpecs": [
-            {
-                "groupName": "ranks",
-                "replicas": fleet.groups,
-                "minReplicas": fleet.groups,
-                "maxReplicas": fleet.groups,
-                "numOfHosts": fleet.hosts,
-                "labels": {"shardwright/group": "ranks"},
-                "rayStartParams": _worker_params(deployment),
-                "template": worker_pod(name, cloud.image, fleet.machine, claim, keys),
-            }
+            _worker_group(group, worker_pod(name, cloud.image, group.fleet.machine, claim, keys)) for group in deployment.groups
         ],
     }
 
 
-def _worker_params(deployment: Deployment) -> dict[str, str]:
+def _worker_group(group: Group, pod: Manifest) -> Manifest:
+    """Its label keeps the replicas of other pools away: see `cluster.seats`."""
+    fleet = group.fleet
+    return {
+        "groupName": group.name,
+        "replicas": fleet.groups,
+        "minReplicas": fleet.groups,
+        "maxReplicas": fleet.groups,
+        "numOfHosts": fleet.hosts,
+        "labels": {"shardwright/group": group.name, **({POOL_LABEL: group.pool} if group.pool else {})},
+        "rayStartParams": _worker_params(fleet.machine),
+        "template": pod,
+    }
+
+
+def _worker_params(machine: Machine) -> dict[str, str]:
     """All are strings. On a CPU machine a slot is what Ray calls a CPU, however many it has."""
-    machine = deployment.fleet.machine
     slots = {"num-cpus": str(machine.slots)} if machine.kind == "cpu" else {}
     return {**slots, "object-store-memory": str(machine.object_store_bytes)}
 
@@ -196,8 +204,8 @@ def _claim(mode: Literal["ReadWriteOnce", "ReadWriteMany"], gib: int, cloud: Clo
 
 
 def _policies(name: str) -> list[Manifest]:
-    """Pods of the service talk among themselves on any port (ranks let the kernel choose); others reach HTTP and metrics, the
-    operator the dashboard."""
+    """Pods of the service talk among themselves on any port: ranks let the kernel choose, and so does UCX, over which one pool
+    hands KV to another (a TCP port for each rank and interface). Others reach HTTP and metrics, the operator the dashboard."""
     pods = {"matchLabels": {SERVICE_LABEL: name}}
     anywhere: Manifest = {"namespaceSelector": {}}
     operator = {

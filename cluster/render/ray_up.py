@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Literal
 
-from cluster.render.serve_file import Deployment
+from cluster.render.serve_file import Deployment, Group
 from cluster.render.start_commands import OWN_MACHINES, head_command, worker_command
+from cluster.topology import POOL_LABEL
 
 Provider = Literal["local", "aws", "gcp"]
 
@@ -17,7 +20,7 @@ SOURCE = "~/shardwright-source"
 VENV = "~/shardwright-venv"
 INSTALL = (
     f"test -x {VENV}/bin/shardwright || (python3 -m venv {VENV} && "
-    f"{VENV}/bin/pip install -q -c {SOURCE}/constraints.txt {SOURCE})",
+    f"{VENV}/bin/pip install -q -c {SOURCE}/constraints.txt {SOURCE}'[pools]')",
     f"grep -q shardwright-venv ~/.bashrc || sed -i '1i export PATH={VENV}/bin:$PATH' ~/.bashrc",
 )
 """Installs the checkout that `ray up` brings along, and puts it on the path of Ray's commands."""
@@ -31,11 +34,13 @@ def local_cluster(
     ssh_key: str | None = None,
     setup: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Machines that are there already, by address; `workers`: at least as many as the fleet has.
+    """Machines that are there already, by address; `workers`: at least as many as the deployment needs, those of the first pool
+    first; what is left over takes replicas of any.
 
     `setup`: commands that ready a machine, instead of bringing this checkout along and installing it.
     """
-    machine = deployment.fleet.machine
+    machine, left = deployment.machine, iter(workers)
+    kept = {group.pool: list(islice(left, group.fleet.machines)) for group in deployment.groups if group.pool}
     return {
         "cluster_name": deployment.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": list(workers)},
@@ -45,7 +50,7 @@ def local_cluster(
         "idle_timeout_minutes": 60 * 24,
         **_common(deployment, setup),
         "head_start_ray_commands": ["ray stop", head_command(machine, OWN_MACHINES)],
-        "worker_start_ray_commands": ["ray stop", worker_command(machine)],
+        "worker_start_ray_commands": ["ray stop", worker_command(machine, kept)],
     }
 
 
@@ -56,13 +61,10 @@ def cloud_cluster(
 
     The head has a type of its own, so that it never counts against the workers.
     """
-    workers, machine = deployment.fleet.machines, deployment.fleet.machine
-    resources = {"CPU": machine.slots} if machine.kind == "cpu" else {"CPU": machine.cpus, "GPU": machine.slots}
-    types = {"aws": _aws_type, "gcp": _gcp_type}[provider]
-    labels = {"shardwright/layout": deployment.name}
+    machine, types = deployment.machine, {"aws": _aws_type, "gcp": _gcp_type}[provider]
     return {
         "cluster_name": deployment.name,
-        "max_workers": workers,
+        "max_workers": deployment.machines,
         "idle_timeout_minutes": 30,
         "provider": {"type": provider, **place, "cache_stopped_nodes": False},
         "auth": {"ssh_user": "ubuntu"},
@@ -74,17 +76,28 @@ def cloud_cluster(
                 "max_workers": 0,
                 "node_config": types(head_instance, 100),
             },
-            "worker": {
-                "resources": resources,
-                "labels": labels,
-                "min_workers": workers,
-                "max_workers": workers,
-                "node_config": types(instance, 500),
+            **{
+                f"worker-{group.pool}" if group.pool else "worker": {
+                    **_worker_type(deployment.name, group),
+                    "node_config": types(instance, 500),
+                }
+                for group in deployment.groups
             },
         },
         **_common(deployment, ()),
         "head_start_ray_commands": ["ray stop", head_command(machine)],
         "worker_start_ray_commands": ["ray stop", worker_command(machine)],
+    }
+
+
+def _worker_type(name: str, group: Group) -> dict[str, Any]:
+    machine, workers = group.fleet.machine, group.fleet.machines
+    kept = {POOL_LABEL: group.pool} if group.pool else {}
+    return {
+        "resources": {"CPU": machine.slots} if machine.kind == "cpu" else {"CPU": machine.cpus, "GPU": machine.slots},
+        "labels": {"shardwright/layout": name, **kept},
+        "min_workers": workers,
+        "max_workers": workers,
     }
 
 
@@ -100,7 +113,9 @@ def _has_model(model: str) -> list[str]:
     """A path must be there on every machine; a hub id is fetched by the ranks, into the cache of their user."""
     if not model.startswith(("/", "~", ".")):
         return []
-    return [f"test -e {model} || (echo 'the model {model} is missing on this machine' >&2; exit 1)"]
+    home = "~/" if model.startswith("~/") else ""  # a shell knows it only without quotes
+    path, told = home + shlex.quote(model.removeprefix(home)), shlex.quote(f"the model {model} is missing on this machine")
+    return [f"test -e {path} || (echo {told} >&2; exit 1)"]
 
 
 def _aws_type(instance: str, disk_gb: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from placement.fleet import Fleet
+from placement.fleet import Fleet, Machine
 from placement.layout import Layout
 
 HTTP_PORT = 8000
@@ -14,23 +14,73 @@ NODES_WAIT_S = 3600.0
 """Machines may take so long to start, images to be pulled included."""
 
 
-class Deployment(BaseModel):
-    """What is to run: the model as its machines see it (`model`), the layout, and the machines.
+class Pool(BaseModel):
+    """Replicas of one layout: `name` is that of their deployment in Serve, `argument` that of the application which says so
+    (``layout``, or ``prefill`` and ``decode``), `fleet` the machines they need."""
 
-    `import_path` is the application's builder, `ingress` and `engine` the names of its deployments.
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    argument: str
+    layout: Layout
+    fleet: Fleet
+
+    @property
+    def text(self) -> str:
+        """The argument's value."""
+        if self.argument == "layout":
+            return str(self.layout)
+        return f"{self.layout.model_copy(update={'replicas': 1})}*{self.layout.replicas}"
+
+
+class Group(BaseModel):
+    """Machines of one kind for the replicas of one pool; of all, where `pool` is None."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    pool: str | None
+    fleet: Fleet
+
+
+class Deployment(BaseModel):
+    """What is to run: the model as its machines see it (`model`), its pools of replicas, and the machines.
+
+    `import_path` is the application's builder, `ingress` the name of its deployment.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     model: str
-    layout: Layout
-    fleet: Fleet
+    pools: tuple[Pool, ...]
     import_path: str
     ingress: str
-    engine: str
     served_name: str | None = None
     api_keys_file: str | None = None
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The machines: a group for each pool, or one where a single machine has slots for all their ranks."""
+        first = self.pools[0].fleet
+        if len(self.pools) == 1 or sum(pool.layout.devices for pool in self.pools) <= self.machine.slots:
+            return (Group(name="ranks", pool=None, fleet=first),)
+        return tuple(Group(name=pool.argument, pool=pool.argument, fleet=pool.fleet) for pool in self.pools)
+
+    @property
+    def machine(self) -> Machine:
+        """The kind of machine."""
+        return self.pools[0].fleet.machine
+
+    @property
+    def machines(self) -> int:
+        """All of them."""
+        return sum(group.fleet.machines for group in self.groups)
+
+    def __str__(self) -> str:
+        if len(self.pools) == 1:
+            return self.pools[0].text
+        return " and ".join(f"{pool.argument}={pool.text}" for pool in self.pools)
 
 
 def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]:
@@ -41,8 +91,8 @@ def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]
     """
     arguments: dict[str, Any] = {
         "model": deployment.model,
-        "layout": str(deployment.layout),
-        "device": deployment.fleet.machine.kind,
+        **{pool.argument: pool.text for pool in deployment.pools},
+        "device": deployment.machine.kind,
         "entrance": "head" if entrance_on_head else "anywhere",
         "nodes_wait_s": NODES_WAIT_S,
     }
@@ -50,12 +100,11 @@ def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]
     arguments |= {name: value for name, value in given.items() if value is not None}
     ingress: dict[str, Any] = {"name": deployment.ingress, "num_replicas": 1}
     if not entrance_on_head:
-        ingress = {"name": deployment.ingress, "num_replicas": deployment.fleet.machines, "max_replicas_per_node": 1}
-    engine = {
-        "name": deployment.engine,
-        "num_replicas": deployment.layout.replicas,
-        "max_replicas_per_node": deployment.fleet.replicas_a_group,
-    }
+        ingress = {"name": deployment.ingress, "num_replicas": deployment.machines, "max_replicas_per_node": 1}
+    engines = [
+        {"name": pool.name, "num_replicas": pool.layout.replicas, "max_replicas_per_node": pool.fleet.replicas_a_group}
+        for pool in deployment.pools
+    ]
     return {
         "proxy_location": "HeadOnly" if entrance_on_head else "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
@@ -65,7 +114,7 @@ def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]
                 "route_prefix": "/",
                 "import_path": deployment.import_path,
                 "args": arguments,
-                "deployments": [ingress, engine],
+                "deployments": [ingress, *engines],
             }
         ],
     }

@@ -3,13 +3,16 @@
 Every port that another machine must reach is stated, for firewalls::
 
     6379 head (GCS)   8265 dashboard and `serve deploy`   8076 object manager   8077 node manager   8000 HTTP
-    10002-19999       workers, and what ranks open between themselves (the kernel's own choice)
+    10002-19999       workers
+    the kernel's own  what ranks open between themselves, UCX included, over which one pool hands KV to another
+                      (/proc/sys/net/ipv4/ip_local_port_range, 32768-60999 unless changed)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from cluster.topology import POOL_LABEL
 from placement.fleet import Machine
 
 HEAD_PORT = 6379
@@ -55,8 +58,12 @@ def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str
     return f"ulimit -n 65536; {' '.join(settings)}"
 
 
-def worker_command(machine: Machine) -> str:
-    """A machine for ranks, with its slots and its own labels."""
+def worker_command(machine: Machine, kept: Mapping[str, Sequence[str]] | None = None) -> str:
+    """A machine for ranks, with its slots and its own labels.
+
+    `kept`: by pool, the machines (addresses or host names) that are kept for it. All workers have one command, so each looks
+    itself up in it.
+    """
     resources = [f"--num-cpus={machine.slots}", "--num-gpus=0"]
     if machine.kind == "cuda":
         resources = [f"--num-cpus={max(machine.cpus, machine.slots)}", f"--num-gpus={machine.slots}"]
@@ -66,9 +73,21 @@ def worker_command(machine: Machine) -> str:
         *resources,
         f"--object-store-memory={machine.object_store_bytes}",
         *_NODE_PORTS,
-        f'--labels="$(cat {LABELS_FILE} 2>/dev/null)"',
+        f'--labels="{_POOL_AND_LABELS if kept else _LABELS}"',
     ]
-    return f"ulimit -n 65536; {' '.join(settings)}"
+    return f"ulimit -n 65536; {_look_up(kept) if kept else ''}{' '.join(settings)}"
+
+
+def _look_up(kept: Mapping[str, Sequence[str]]) -> str:
+    """Puts the label of this machine's pool into a variable, or nothing."""
+    cases = ((pool, "|".join(f'*" {name} "*' for name in names)) for pool, names in kept.items())
+    lines = " ".join(f"{names}) POOL={POOL_LABEL}={pool};;" for pool, names in cases)
+    return f'POOL=; case " $(hostname -I) $(hostname) " in {lines} esac; '
+
+
+_LABELS = f"$(cat {LABELS_FILE} 2>/dev/null)"
+_POOL_AND_LABELS = f"$(echo $POOL $(cat {LABELS_FILE} 2>/dev/null) | tr ' ' ,)"
+"""A comma between them only where there are both."""
 
 
 _NODE_PORTS = ("--object-manager-port=8076", "--node-manager-port=8077", "--min-worker-port=10002", "--max-worker-port=19999")
