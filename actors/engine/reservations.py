@@ -104,7 +104,7 @@ class Reservations:
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """The rule: a prompt is handed over if at least `Pool.least_tokens` of it are not in this engine's cache."""
+        """The rule: a prompt is handed over if this engine has `Pool.least_tokens` of it or more in neither cache nor tiers."""
         pool = self._config.pool
         return pool is not None and sequence.reserves and sequence.todo >= pool.least_tokens
 

@@ -168,7 +168,8 @@ class Scheduler:
         # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
         for sequence in self.shelves.ready(lane.index):
             self._register(sequence)
-            self._begin(sequence, draft, now)
+            if not self._hands_over(sequence, now):
+                self._begin(sequence, draft, now)
         for sequence in self.reservations.ready(lane.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
             lane.run(sequence)
@@ -188,18 +189,21 @@ class Scheduler:
             self.waiting.remove(sequence)
             lane.take_in(sequence)
             self.counts.cache_hit_tokens += sequence.num_computed
-            is_handed, sequence.reserves = self.reservations.is_worth(sequence), False  # once: preempted, it computes itself
-            if is_handed:
-                sequence.state = State.RESERVED
-                self.reservations.reserve(sequence, now)
-                continue
             promised = self.shelves.promises(sequence)
             if promised:
                 sequence.state = State.RESERVED
                 self.shelves.fetch(sequence, promised)
-                continue
-            self._begin(sequence, drafts[lane.index], now)
-            lane.run_chunk(sequence, drafts[lane.index])
+            elif not self._hands_over(sequence, now):
+                self._begin(sequence, drafts[lane.index], now)
+                lane.run_chunk(sequence, drafts[lane.index])
+
+    def _hands_over(self, sequence: Sequence, now: float) -> bool:
+        """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
+        is_worth, sequence.reserves = self.reservations.is_worth(sequence), False
+        if is_worth:
+            sequence.state = State.RESERVED
+            self.reservations.reserve(sequence, now)
+        return is_worth
 
     def _begin(self, sequence: Sequence, draft: Draft, now: float) -> None:
         """Run a sequence whose front is in its blocks, from there on."""

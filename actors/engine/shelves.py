@@ -4,6 +4,7 @@
 
     admitted: [device hits | believed in a tier | to compute]
                             └─ RESERVED: KVFetch ──→ ranks fill the blocks while others run ──→ the least of their counts
+                                                     then the rest is computed, here or by a prefill side
 
 What this engine had saved it believes to be there, as much as the tiers hold; what others saved it sees in the directory. To
 be wrong costs a look: ranks say how many blocks they found, and the rest is computed. Blocks that are being filled go to

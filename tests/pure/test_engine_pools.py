@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine.config import EngineConfig, Pool
+from actors.engine.config import EngineConfig, Pool, Tiering
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.reservations import Stage
 from actors.engine.scheduler import Scheduler
@@ -24,7 +24,10 @@ from actors.messages import (
     TokenEvent,
     TokenLogprob,
 )
+from actors.tiers.piece import Form
+from actors.tiers.settings import TierSettings
 from placement.layout import Layout
+from tests.handoff_cases import heads_model
 
 LEASE_S, GRACE_S = 10.0, 2.0
 
@@ -245,6 +248,30 @@ def test_short_prompts_and_those_that_are_cached_are_computed_here() -> None:
     side.add(request(3, reserves=True))
     plan = side.step()
     assert (plan.expects, len(plan.rows)) == ([], 1)
+
+
+@pytest.mark.parametrize(("length", "found", "first"), [(20, 2, 8), (20, 1, 4), (20, 0, 0), (11, 2, None), (11, 0, 0)])
+def test_tiers_are_read_first_and_the_rest_is_handed_over_if_it_is_worth_it(length: int, found: int, first: int | None) -> None:
+    """Two blocks were put away and have left the device since; of the second and third prompt too few tokens remain."""
+    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
+    settings = TierSettings(model_digest="a" * 64, host_bytes=1 << 20)
+    layout = Layout.parse("tp=2")
+    side = Side(config(tiers=Tiering(settings=settings, layout=layout, form=form, block_bytes=64)))
+    for name, prompt in (("first", range(9)), ("second", range(50, 81))):
+        side.add(request(request_id=name, prompt=list(prompt), max_tokens=1))
+        while len(side.events) == 0 or side.events[-1].finish is None:
+            side.step()
+        side.events.clear()
+    side.add(request(prompt=list(range(9)) + list(range(30, 30 + length - 9)), reserves=True))
+    [fetch] = side.step().fetches
+    assert (fetch.first, len(fetch.hashes)) == (0, 2)
+    for rank in range(2):
+        side.tell(rank, fetched={fetch.ticket_id: found})
+    plan = side.step()
+    assert [(expect.first, expect.tokens) for expect in plan.expects] == ([] if first is None else [(first, length)])
+    assert [(row.start, row.count) for row in plan.rows] == ([(8, 3)] if first is None else [])
+    side.cancel()
+    assert side.held == 0
 
 
 def test_stages_only_move_forward() -> None:
