@@ -24,6 +24,7 @@ from actors.engine.token_stream import IngressGone, ReplyTo, TokenReceiver, Toke
 from actors.engine.zmq_link import ZmqEngineLink
 from actors.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
+from cluster.roles import Duty, DutyReport, Role, Work
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from cluster.tiers import tiering
 from placement import memory, mesh
@@ -42,13 +43,15 @@ _REBUILDS = 3
 
 
 class Replica:
-    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `check_health`."""
+    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `duty`, `change_role`,
+    `check_health`."""
 
     def __init__(self, settings: ReplicaSettings, name: str) -> None:
         self._settings, self._name = settings, name
         self._closing = threading.Event()
         self._down: str | None = "starting"
         self._dead: str | None = None
+        self._duty = Duty(name, settings.role or Role.MIXED)
         self._tokens = TokenSender()
         self._receiver: TokenReceiver | None = None
         self._seats = seats.take(settings, _here())
@@ -61,15 +64,40 @@ class Replica:
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
         self._watcher.start()
 
-    async def generate(self, packed: bytes, reply_to: bytes, avoid: Collection[str] = ()) -> bytes | None:
+    async def generate(
+        self,
+        packed: bytes,
+        reply_to: bytes,
+        avoid: Collection[str] = (),
+        at: str = "",
+        elsewhere: int = 0,
+        stands_in: bool = False,
+    ) -> bytes | None:
         """Run one packed request; its events go to the packed `reply_to`, an empty one at once. Returns when the last one is
         sent, or when the ingress is gone: the engine then drops the request.
 
         A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
-        `avoid` names replicas that refused it; routers read it, nothing here.
+        The last event of a prompt that was not handed over is returned as well as sent.
+
+        `avoid` names replicas that refused it, `at` that which shall have it; routers read them, nothing here. `elsewhere`:
+        what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more
+        to do itself. `stands_in`: see `Duty.enter`.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        work, is_busier = Work.of(request), self._duty.ongoing > elsewhere
+        try:
+            self._duty.enter(work, stands_in)
+        except RequestRefused as refusal:
+            return self._refused(request, refusal).pack()
+        try:
+            if request.reserves and self._duty.role is Role.MIXED and not is_busier:
+                request = request.model_copy(update={"reserves": False})
+            return await self._run(request, to)
+        finally:
+            self._duty.leave(work)
+
+    async def _run(self, request: GenerateRequest, to: ReplyTo) -> bytes | None:
+        loop, ended, unsent = asyncio.get_running_loop(), asyncio.Event(), list[TokenEvent]()
         await self._reach(to)
         here = self._listening().pack() if request.reserves else b""
 
@@ -81,6 +109,8 @@ class Replica:
                 self._tokens.send(to, event)
                 over = event.finish is not None
             finally:
+                if request.ticket is not None and event.finish not in (None, "handoff"):
+                    unsent.append(event)
                 if over:
                     loop.call_soon_threadsafe(ended.set)
 
@@ -95,7 +125,7 @@ class Replica:
         finally:
             if not ended.is_set():
                 self.engine.cancel(request.request_id)
-        return None
+        return unsent[0].pack() if unsent else None
 
     def _listening(self) -> ReplyTo:
         """Where prefill replicas send what they have to say of this one's tickets."""
@@ -126,7 +156,22 @@ class Replica:
 
     def gauges(self) -> tuple[str, dict[str, float]]:
         """This replica's name, and the numbers of its engine."""
-        return self._name, self.engine.stats().gauges()
+        found = self.engine.stats().gauges()
+        if self._settings.in_pool:
+            report = self._duty.report()
+            found |= {f"role:role={report.role}": 1.0, "role_changing": float(report.becomes is not None)}
+        return self._name, found
+
+    async def duty(self) -> DutyReport:
+        """What it takes, and how far a change of that is."""
+        return self._duty.report(self.health())
+
+    async def change_role(self, name: str, role: str, within_s: float) -> DutyReport | None:
+        """Begin to change what the replica of that name takes; None from every other. See `Duty.change`."""
+        if name != self._name:
+            return None
+        self._duty.change(Role(role), within_s)
+        return await self.duty()
 
     def check_health(self) -> None:
         """Serve's own probe: fails only when this process cannot mend itself."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from actors.config import Device
 from actors.engine.balancing import USUAL_INTERVAL
+from cluster.roles import Role
 from placement.layout import Layout
 from placement.model_spec import ModelSpec
 
@@ -60,8 +61,8 @@ class ReplicaSettings(BaseModel):
     rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Both: see `Balancing`."""
-    in_pool: bool = False
-    """Whether it is one of a prefill or decode pool."""
+    role: Role | None = None
+    """What a replica of a pool is for as long as nobody says another; None: there are no pools."""
     pool: str = ""
     """Which of `cluster.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone."""
     environment: dict[str, str] = {}
@@ -72,3 +73,8 @@ class ReplicaSettings(BaseModel):
     """How long the first replicas wait for nodes that are still to start; 0: what does not fit is refused at once."""
     start_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether it hands KV over, or takes it."""
+        return self.role is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from actors.config import RankReport
 from cluster.discover import discover
 from cluster.launch import rank_reports
+from cluster.roles import DutyReport
 from cluster.settings import ReplicaSettings
 from placement.crossings import crossing_lines, link_loads
 from placement.step_shape import StepShape
@@ -33,7 +34,8 @@ class RankSeat(BaseModel):
 
 
 class ReplicaState(BaseModel):
-    """One Serve replica, with its ranks where it has some that answer."""
+    """One Serve replica, with its ranks where it has some that answer. `role`: what it takes, and what it is to become; empty
+    where there are no pools."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,6 +43,7 @@ class ReplicaState(BaseModel):
     state: str
     node: str
     pid: int | None
+    role: str = ""
     ranks: tuple[RankSeat, ...] = ()
 
 
@@ -65,17 +68,22 @@ class ClusterState(BaseModel):
     deployments: tuple[DeploymentState, ...] = ()
 
 
-def cluster_state(details: dict[str, Any], name: str, node_names: dict[str, str]) -> ClusterState:
-    """The state of the application `name`, of Serve's details (``ServeInstanceDetails``) and of what the ranks report."""
+def cluster_state(
+    details: dict[str, Any], name: str, node_names: dict[str, str], duties: Sequence[DutyReport] = ()
+) -> ClusterState:
+    """The state of the application `name`, of Serve's details (``ServeInstanceDetails``) and of what the ranks report.
+
+    `duties`: what its replicas take, where that is known.
+    """
     application = details.get("applications", {}).get(name)
     if application is None:
         return ClusterState(application="NOT_STARTED")
-    reports = rank_reports()
+    reports, roles = rank_reports(), {each.name: str(each) for each in duties}
     return ClusterState(
         application=application["status"],
         message=application.get("message") or "",
         deployments=tuple(
-            _deployment(each, reports, node_names) for each in sorted(application["deployments"].values(), key=_by_name)
+            _deployment(each, reports, node_names, roles) for each in sorted(application["deployments"].values(), key=_by_name)
         ),
     )
 
@@ -118,14 +126,18 @@ def serve_details() -> dict[str, Any]:
     return found
 
 
-def _deployment(found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str]) -> DeploymentState:
+def _deployment(
+    found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str], roles: dict[str, str]
+) -> DeploymentState:
     replicas = tuple(
-        _replica(each, reports, node_names) for each in sorted(found["replicas"], key=lambda each: each["replica_id"])
+        _replica(each, reports, node_names, roles) for each in sorted(found["replicas"], key=lambda each: each["replica_id"])
     )
     return DeploymentState(name=found["name"], status=found["status"], message=found.get("message") or "", replicas=replicas)
 
 
-def _replica(found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str]) -> ReplicaState:
+def _replica(
+    found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str], roles: dict[str, str]
+) -> ReplicaState:
     """The names of a replica's ranks begin with its id (`cluster.launch`)."""
     name = found["replica_id"]
     ranks = [_rank(report, node_names) for actor, report in reports.items() if actor.startswith(f"{name}-")]
@@ -134,6 +146,7 @@ def _replica(found: dict[str, Any], reports: dict[str, RankReport], node_names: 
         state=found["state"],
         node=node_names.get(found.get("node_id") or "", found.get("node_ip") or ""),
         pid=found.get("pid"),
+        role=roles.get(name, ""),
         ranks=tuple(sorted(ranks, key=lambda rank: rank.world_rank)),
     )
 

@@ -15,7 +15,7 @@ NAME_LABEL = "shardwright/name"
 
 POOL_LABEL = "shardwright/pool"
 """The pool whose replicas a node is kept for, one of `POOLS`; a node without it takes those of any."""
-POOLS = ("prefill", "decode")
+POOLS = ("prefill", "decode", "mixed")
 
 RAY_DOMAIN = "ray.io/gpu-domain"
 DOMAIN_LABELS = (RAY_DOMAIN, "gpu-domain", "nvidia.com/gpu.clique")

@@ -1,7 +1,7 @@
 """The composition root of the service: typed arguments in, a Ray Serve application out.
 
     HTTP ──→ Ingress (OpenAI endpoint, text) ──handle──→ Engine replicas ──→ ranks
-                                             └─handle──→ Prefill replicas ─→ ranks      with --prefill and --decode
+                                             └─handle──→ Prefill, Mixed replicas ─→ ranks      with --prefill, --mixed
 
 Used by ``shardwright serve``, ``serve run serve_app.app:build model=…`` and Serve files.
 """
@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster import topology
 from cluster.discover import best_device, discover
 from cluster.replica import Replica
+from cluster.roles import DutyReport, Role
 from cluster.seats import NODE_ID
 from cluster.settings import ReplicaSettings, shared_variables
 from placement import checkpoint_header
@@ -32,8 +34,10 @@ from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.names import ENGINE, INGRESS, POOL_OF
 from serve_app.openai.api import ApiSettings, create_api
+from serve_app.pooled_backend import PooledBackend
 from serve_app.pools import Service, service
 from serve_app.preflight import check_files
+from serve_app.role_change import RoleRefused
 from serve_app.router import EngineRouter
 from serve_app.served_model import ServedModel
 from serve_app.settings import ServeArgs, parse_args, read_api_keys, served_name
@@ -53,17 +57,33 @@ class EngineReplica(Replica):
 class Ingress:
     """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
 
-    def __init__(
-        self,
-        args: ServeArgs,
-        settings: ReplicaSettings | None,
-        engine: DeploymentHandle[Any],
-        prefill: DeploymentHandle[Any] | None = None,
-    ) -> None:
-        self._model = served_model(args, settings or settings_in_cluster(args).engine)
+    def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
+        """`pools`: the replicas, by deployment, those that answer requests first."""
+        known = settings or settings_in_cluster(args).engine
+        self._model = served_model(args, known)
         # Serve's proxy puts the request's own id on the answer, or the one it gave it.
         self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
-        self._backend = HandleBackend(engine, args.replica_wait_s, prefill)
+        wait_s = args.replica_wait_s
+        self._pooled = PooledBackend(pools, wait_s, args.require_prefill) if known.in_pool else None
+        self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s)
+
+    async def check_health(self) -> None:
+        """Serve's own probe, the first of which it waits for: there is no endpoint before the pools have been tried."""
+        if self._pooled is not None:
+            await self._pooled.started()
+
+    async def roles(self) -> list[DutyReport]:
+        """What each replica takes; none, where there are no pools."""
+        return [] if self._pooled is None else await self._pooled.roles()
+
+    async def change_role(self, replica: str, role: str, within_s: float) -> DutyReport | str:
+        """How a replica stands that shall become `role` within so many seconds, or why it shall not."""
+        if self._pooled is None:
+            return "roles are those of replicas in pools, and this service has none: serve with --prefill, --decode or --mixed"
+        try:
+            return await self._pooled.change_role(replica, Role(role), within_s)
+        except RoleRefused as refused:
+            return str(refused)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_api(self._model, self._backend, self._settings)
@@ -73,9 +93,9 @@ def settings_in_cluster(args: ServeArgs) -> Service:
     """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError` or `LayoutError`."""
     device = args.device if args.device != "auto" else best_device()
     found = service(args, device, None if args.nodes_wait_s else discover(device))
-    if found.prefill is None:
+    if not found.in_pools:
         return found
-    return Service(*(each.model_copy(update={"pool": POOL_OF[name]}) for name, each in found.by_name.items()))
+    return Service({name: each.model_copy(update={"pool": POOL_OF[name]}) for name, each in found.by_name.items()})
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
@@ -104,7 +124,7 @@ def application(args: ServeArgs) -> Application:
     # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
     is_known = ray.is_initialized()
     served = _settled(args) if is_known else service(args, "cpu")
-    engines = [_engine(args, name, settings, is_known) for name, settings in served.by_name.items()]
+    engines = {name: _engine(args, name, settings, is_known) for name, settings in served.by_name.items()}
     known = served.engine if is_known else None
     ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
@@ -115,7 +135,7 @@ def application(args: ServeArgs) -> Application:
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=1,
     )
-    app: Application = ingress.bind(args, known, *engines)
+    app: Application = ingress.bind(args, known, engines)
     return app
 
 
@@ -142,8 +162,9 @@ def _engine(args: ServeArgs, name: str, settings: ReplicaSettings, is_known: boo
 def _settled(args: ServeArgs) -> Service:
     """Settings that do not change when a node comes or goes later, for one deployment."""
     found, name = settings_in_cluster(args).with_each(environment=shared_variables(os.environ)), secrets.token_hex(8)
-    prefill = found.prefill and found.prefill.model_copy(update={"deployment": f"{name}-prefill"})
-    return Service(found.engine.model_copy(update={"deployment": name}), prefill)
+    return Service(
+        {pool: each.model_copy(update={"deployment": f"{name}-{pool.lower()}"}) for pool, each in found.by_name.items()}
+    )
 
 
 def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:

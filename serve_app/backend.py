@@ -29,7 +29,8 @@ class BackendRefused(Exception):
 
 @dataclass(frozen=True)
 class Health:
-    """Whether requests can be served now; `reason` says why not; `replicas` counts those that can serve."""
+    """Whether requests can be served now; `replicas` counts those that can. `reason` says why not, or, where they can be,
+    what is amiss all the same."""
 
     ok: bool
     reason: str = ""
@@ -52,3 +53,6 @@ class Backend(Protocol):
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """Gauges by replica name, then by metric name in snake case, for ``/metrics``. May be empty."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Those of the whole service, by metric name in snake case. May be empty."""

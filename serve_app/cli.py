@@ -32,6 +32,10 @@ def serve(
         str, typer.Option(help="With --decode, for --layout: a pool for prompts, layout and replicas as in tp=2*2.")
     ] = "",
     decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example pp=2*1.")] = "",
+    mixed: Annotated[str, typer.Option(help="A pool for both, by itself or beside --prefill or --decode.")] = "",
+    require_prefill: Annotated[
+        bool, typer.Option("--require-prefill", help="Refuse requests while prompts are not handed over between the pools.")
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -81,6 +85,8 @@ def serve(
             "layout": layout,
             "prefill": prefill,
             "decode": decode,
+            "mixed": mixed,
+            "require_prefill": require_prefill,
             "device": device,
             "dtype": dtype,
             "max_model_len": max_model_len,
@@ -225,6 +231,22 @@ def status(address: Address = None, as_json: Json = False) -> None:
     from serve_app.status_command import run_status
 
     run_status(address, as_json)
+
+
+@app.command()
+def role(
+    replica: Annotated[str, typer.Argument(help="Its name, as status shows it.")],
+    becomes: Annotated[str, typer.Argument(metavar="prefill|decode|mixed")],
+    within: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for what it has to finish first; then it stays what it is.")
+    ] = 120.0,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Change what a replica of a pool takes, once it has finished what it then takes no more. Exit status 1: it did not."""
+    from serve_app.role_command import run_role
+
+    run_role(replica, becomes, within, address, as_json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What an ingress does with a ticket: it asks a prefill replica, and tells the decode side where nobody can be asked.
+"""What an ingress does with a ticket: it asks a replica that takes prompts, and tells the decode side where none can be asked.
 
 ingress ──request, ticket──→ prefill replica ── first token, how it ended ──→ decode replica
         ──refused, or lost───────────────────────────────────────────────────→
@@ -7,55 +7,63 @@ ingress ──request, ticket──→ prefill replica ── first token, how i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
-
 from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from cluster.roles import Work
+from serve_app.asking import LOST
+from serve_app.roster import Member, Roster
 
 _REACH_S, _REACH_EVERY_S = 5.0, 0.005
+_ASK_ANOTHER = ("engine_down", "wrong_role")
 
 
-class PrefillPool:
-    """The prefill replicas behind a Serve handle."""
+class PrefillReplicas:
+    """Those on a roster that take prompts."""
 
-    def __init__(self, prefill: DeploymentHandle[Any]) -> None:
-        self.handle = prefill
-        self.generate: Any = prefill.options(method_name="generate")
-        self._sender = TokenSender()
+    def __init__(self, roster: Roster) -> None:
+        self._roster, self._sender = roster, TokenSender()
 
-    async def run(self, request: GenerateRequest, ticket: KVTicket) -> None:
-        """Have the prompt computed. Returns when the prefill side is done, however it ended; cancelled, it gives up."""
+    async def run(self, request: GenerateRequest, ticket: KVTicket, by: str, ended: Callable[[str | None], None]) -> None:
+        """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
+        it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
-        avoid: list[str] = []
-        while True:
-            ended = await self._ask(asked, avoid)
-            if ended is None:
+        avoid = [by]
+        while (member := self._roster.choose(Work.PROMPT, avoid)) is not None:
+            last = await self._ask(asked, member)
+            if last is None:
+                ended(None)
                 return
-            if ended.refused != "engine_down" or ended.refused_by in (None, *avoid):
-                await self._tell(ReplyTo.unpack(ticket.reply_to), ended)
-                return
-            avoid.append(ended.refused_by or "")
+            if last.refused not in _ASK_ANOTHER:
+                break
+            avoid += [member.name, last.refused_by or ""]
+        else:
+            last = _nobody(asked)
+        if last.refused is not None or last.finish == "error":  # of an end that is none of these, the replica has told
+            await self._tell(ReplyTo.unpack(ticket.reply_to), last)
+        if last.error is not None and last.refused != "engine_busy":
+            ended(last.error)
 
-    async def _ask(self, request: GenerateRequest, avoid: list[str]) -> TokenEvent | None:
-        """One replica. None where it has told the decode side itself how it ended."""
+    async def _ask(self, request: GenerateRequest, member: Member) -> TokenEvent | None:
+        """One replica. None where all went well, else its last event."""
         assert request.ticket is not None
-        # In a context of its own: see `HandleBackend`.
-        call = Context().run(self.generate.remote, request.pack(), request.ticket.reply_to, avoid=tuple(avoid))
-        try:
-            refused = await call
-        except (RayError, RayServeException) as error:
-            reason = f"the prefill replica was lost: {type(error).__name__}"
-            return TokenEvent(request_id=request.request_id, finish="error", error=reason)
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        return None if refused is None else TokenEvent.unpack(refused)
+        generate: Any = self._roster.pools[member.pool].options(method_name="generate")
+        with self._roster.giving(member.name):
+            # In a context of its own: see `HandleBackend`.
+            call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, at=member.name)
+            try:
+                last = await call
+            except LOST as error:
+                reason = f"the prefill replica {member.name} was lost: {type(error).__name__}"
+                return TokenEvent(request_id=request.request_id, finish="error", error=reason)
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+        return None if last is None else TokenEvent.unpack(last)
 
     async def _tell(self, to: ReplyTo, event: TokenEvent) -> None:
         """Tell a decode replica. One that cannot be reached finds out by itself, from nobody's having said a word."""
@@ -65,3 +73,8 @@ class PrefillPool:
                     await asyncio.sleep(_REACH_EVERY_S)
             self._sender.send(to, event)
             self._sender.flush()
+
+
+def _nobody(request: GenerateRequest) -> TokenEvent:
+    reason = "no other replica takes prompts"
+    return TokenEvent(request_id=request.request_id, finish="error", refused="engine_down", error=reason)

@@ -3,31 +3,27 @@
     ingress ──handle call: request, where to answer──→ replica        (returns when the request has ended)
             ←───────────── events, over ZeroMQ ───────                (the first, empty, as soon as it has the call)
 
-Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it. With two pools
-the replica is one of the decode pool, and may answer with a ticket first (`handing_over.py`).
+Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it. With several
+pools the ingress chooses, and a replica may answer with a ticket first (`pooled_backend.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from contextvars import Context
+from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from actors.engine.token_stream import TokenReceiver
-from actors.messages import GenerateRequest, TokenEvent
+from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from serve_app.asking import LOST, ask_all
 from serve_app.backend import BackendRefused, Health
-from serve_app.handing_over import PrefillPool
-
-_PROBE_S = 5.0
-"""A replica that does not answer a control call in this time is not healthy."""
 
 _LAST_EVENT_S = 10.0
 """The call of a request and its events take different ways; the last event may come after the call has returned."""
@@ -35,49 +31,70 @@ _LAST_EVENT_S = 10.0
 _SENT_S = 2.0
 """When a request has ended, its prefill replica knows so soon that it has sent everything; one that does not is told."""
 
-_LOST = (RayError, RayServeException)
+
+@dataclass(frozen=True)
+class Choice:
+    """Who is asked next, and for what. `generate`: a handle's method; `how`: what the replica and the router are told besides.
+
+    `at`: the replica that was chosen; empty where the router chooses.
+    """
+
+    generate: Any
+    request: GenerateRequest
+    how: Mapping[str, object] = field(default_factory=dict)
+    at: str = ""
 
 
 class HandleBackend:
     """Generates on the engine replicas behind a Serve handle; which replica, the handle's router decides."""
 
-    def __init__(self, engine: DeploymentHandle[Any], wait_s: float, prefill: DeploymentHandle[Any] | None = None) -> None:
-        """`wait_s`: how long a request waits for a replica to take it while none can. `prefill`: what computes prompts."""
+    def __init__(self, engine: DeploymentHandle[Any], wait_s: float) -> None:
+        """`wait_s`: how long a request waits for a replica to take it while none can."""
         self._engine, self._wait_s = engine, wait_s
-        self._prefill = None if prefill is None else PrefillPool(prefill)
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `serve_app.backend.Backend`. A replica that dies ends the request with one error event.
 
-        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn; and
-        where the whole decode pool is down, a prefill replica computes everything.
+        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn.
         """
         refused_by: list[str] = []
-        pool = self._generate
-        if self._prefill is not None and request.max_tokens > 0:
-            request = request.model_copy(update={"reserves": True})
         while True:
             try:
-                async with aclosing(self._ask(pool, request, refused_by)) as events:
+                async with aclosing(self._ask(await self._choose(request, refused_by))) as events:
                     async for event in events:
                         yield event
                 return
-            except _ReplicaDown as down:
-                if down.replica not in refused_by:
-                    refused_by.append(down.replica)
-                elif self._prefill is not None and pool is self._generate:
-                    pool, request = self._prefill.generate, request.model_copy(update={"reserves": False})
-                else:  # there is no other left
+            except _RefusedByOne as refused:
+                if refused.replica in refused_by:  # there is no other left
                     raise
+                refused_by.append(refused.replica)
 
-    async def _ask(self, pool: Any, request: GenerateRequest, avoid: Sequence[str]) -> AsyncGenerator[TokenEvent, None]:
-        receiver = self._listening()
+    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
+        """Who is asked after those that have refused. Raises `BackendRefused` where nobody shall be."""
+        return Choice(self._generate, request, {"avoid": tuple(refused_by)})
+
+    def _giving(self, choice: Choice) -> AbstractContextManager[None]:
+        """For as long as a replica has a request."""
+        return nullcontext()
+
+    def _hand_over(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+        """Have a prompt computed by somebody else than the replica that has given the ticket."""
+        raise AssertionError(f"a replica of the only pool gave the ticket {ticket.ticket_id}")
+
+    async def _ask(self, choice: Choice) -> AsyncGenerator[TokenEvent, None]:
+        with self._giving(choice):
+            async with aclosing(self._events(choice)) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self, choice: Choice) -> AsyncGenerator[TokenEvent, None]:
+        receiver, request = self._listening(), choice.request
         events = receiver.open(request.request_id)
         # In a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
         # by id loses all but one of those that wait at once (a request for several choices makes several calls).
-        call = Context().run(pool.remote, request.pack(), receiver.reply_to.pack(), avoid=tuple(avoid))
+        call = Context().run(choice.generate.remote, request.pack(), receiver.reply_to.pack(), **choice.how)
         watch = asyncio.create_task(_watch(call, request, events))
         handing: asyncio.Task[None] | None = None
         finished = False
@@ -88,8 +105,8 @@ class HandleBackend:
                 finished = event.finish is not None
                 if event.refused is not None:
                     raise _refusal(event)
-                if event.ticket is not None and self._prefill is not None:
-                    handing = asyncio.create_task(self._prefill.run(request, event.ticket))
+                if event.ticket is not None:
+                    handing = asyncio.create_task(self._hand_over(choice, event.ticket))
                 else:
                     yield event
                 event = None
@@ -125,7 +142,7 @@ class HandleBackend:
 
     async def health(self) -> Health:
         """Healthy while at least one replica is; the reason is that of the first that is not."""
-        answers = await self._ask_all("health")
+        answers = await ask_all(self._engine, "health")
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
         well = sum(answer is None for answer in answers)
@@ -134,21 +151,19 @@ class HandleBackend:
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """Numbers of each replica's engine, by replica name."""
-        pools = [self._engine] if self._prefill is None else [self._engine, self._prefill.handle]
-        answers = await asyncio.gather(*(self._ask_all("gauges", pool) for pool in pools))
+        answers = await asyncio.gather(*(ask_all(pool, "gauges") for pool in self._pools()))
         return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
-    async def _ask_all(self, method: str, pool: DeploymentHandle[Any] | None = None) -> list[Any]:
-        """The answer of each replica to a control call; an exception in place of the answer that did not come."""
-        pool = pool or self._engine
-        try:
-            return list(await pool.broadcast(method).results_async(timeout_s=_PROBE_S, return_exceptions=True))
-        except (*_LOST, TimeoutError) as error:
-            return [error]
+    def gauges(self) -> Mapping[str, float]:
+        """Of one pool there is nothing to say that its replicas do not."""
+        return {}
+
+    def _pools(self) -> Sequence[DeploymentHandle[Any]]:
+        return [self._engine]
 
 
-class _ReplicaDown(BackendRefused):
-    """One replica cannot serve now."""
+class _RefusedByOne(BackendRefused):
+    """One replica cannot serve now, or is for something else."""
 
     def __init__(self, replica: str, message: str) -> None:
         super().__init__("engine_down", message)
@@ -156,8 +171,8 @@ class _ReplicaDown(BackendRefused):
 
 
 def _refusal(event: TokenEvent) -> BackendRefused:
-    if event.refused == "engine_down":
-        return _ReplicaDown(event.refused_by or "", event.error or "")
+    if event.refused in ("engine_down", "wrong_role"):
+        return _RefusedByOne(event.refused_by or "", event.error or "")
     if event.refused in ("prompt_too_long", "engine_busy"):
         return BackendRefused(event.refused, event.error or "")  # type: ignore[arg-type]
     raise ValueError(f"the endpoint let through a request the engine cannot serve: {event.error}")
@@ -167,7 +182,7 @@ async def _watch(call: Any, request: GenerateRequest, events: asyncio.Queue[Toke
     """Put an event in the queue for what the replica cannot say itself: that it refused, or that it was lost."""
     try:
         refused = await call
-    except _LOST as error:
+    except LOST as error:
         events.put_nowait(_lost(request, f"the replica was lost: {type(error).__name__}"))
         return
     if refused is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 APP_NAME = "shardwright"
 ENGINE = "Engine"
-"""Replicas that answer requests: the decode pool, where there are two."""
+"""Replicas that answer requests: the decode pool, where there are several."""
 PREFILL = "Prefill"
-POOL_OF = {ENGINE: "decode", PREFILL: "prefill"}
-"""Where there are two pools, what each is called in labels of nodes (`cluster.topology.POOL_LABEL`)."""
+MIXED = "Mixed"
+POOL_OF = {ENGINE: "decode", MIXED: "mixed", PREFILL: "prefill"}
+"""Where there are pools, what each is called in labels of nodes (`cluster.topology.POOL_LABEL`)."""
 INGRESS = "Ingress"

@@ -1,58 +1,73 @@
-"""What is served: one pool of engine replicas that do everything, or one that computes prompts and one that decodes.
+"""What is served: engine replicas that do everything alone, or pools that hand prompts to each other.
 
 --layout tp=2,replicas=2                  Engine   2 x tp=2
 --prefill 'tp=2*2' --decode 'pp=2'        Prefill  2 x tp=2     Engine  1 x pp=2
+--prefill 'tp=2' --mixed '*3'             Prefill  1 x tp=2     Mixed   3 x one rank
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
+from cluster.roles import Role
 from cluster.settings import ReplicaSettings
 from placement.handoff import Side, holdings
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, LayoutError
-from serve_app.names import ENGINE, PREFILL
+from serve_app.names import ENGINE, MIXED, PREFILL
 from serve_app.settings import ServeArgs, replica_settings
 
 _NIXL = ("nixl_cu12", "nixl_cu13")
+_ROLES = {ENGINE: Role.DECODE, MIXED: Role.MIXED, PREFILL: Role.PREFILL}
+"""Of each pool's replicas to begin with; requests go to those of the first pool there is."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """Settings of the replicas that answer requests, and of those that compute prompts for them."""
+    """Settings of each deployment's replicas, by its name; that which answers requests first."""
 
-    engine: ReplicaSettings
-    prefill: ReplicaSettings | None = None
+    by_name: Mapping[str, ReplicaSettings]
+
+    @property
+    def engine(self) -> ReplicaSettings:
+        """Those of the replicas that answer requests."""
+        return next(iter(self.by_name.values()))
+
+    @property
+    def prefill(self) -> ReplicaSettings | None:
+        """Those of the replicas that only compute prompts, if there are such."""
+        return self.by_name.get(PREFILL)
+
+    @property
+    def in_pools(self) -> bool:
+        """Whether KV is handed over."""
+        return self.engine.in_pool
 
     @property
     def devices(self) -> int:
         """Ranks of all replicas."""
         return sum(settings.layout.devices for settings in self.by_name.values())
 
-    @property
-    def by_name(self) -> dict[str, ReplicaSettings]:
-        """Each deployment's."""
-        return {ENGINE: self.engine} | ({} if self.prefill is None else {PREFILL: self.prefill})
-
     def with_each(self, **changes: object) -> Service:
         """The same with these fields of all settings changed."""
-        prefill = None if self.prefill is None else self.prefill.model_copy(update=changes)
-        return Service(self.engine.model_copy(update=changes), prefill)
+        return Service({name: each.model_copy(update=changes) for name, each in self.by_name.items()})
 
     def __str__(self) -> str:
-        if self.prefill is None:
+        if not self.in_pools:
             return str(self.engine.layout)
-        return f"{self.prefill.layout} for prompts and {self.engine.layout} for tokens"
+        return " and ".join(f"{self.by_name[name].layout} {_FOR[name]}" for name in reversed(_ROLES) if name in self.by_name)
+
+
+_FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
 
 
 def layouts(args: ServeArgs) -> list[Layout]:
     """Those of all pools. Raises `LayoutError`."""
-    return [Layout.parse(each.layout) for each in _each(args)]
+    return [Layout.parse(each.layout) for each in _each(args).values()]
 
 
 def devices(args: ServeArgs) -> int:
@@ -62,18 +77,21 @@ def devices(args: ServeArgs) -> int:
 
 def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> Service:
     """What `args` come to. Reads the model's header only. Raises `ModelError` or `LayoutError`."""
-    found = [replica_settings(each, device, cluster, devices(args)) for each in _each(args)]
-    if len(found) == 1:
-        return Service(found[0])
-    for settings in found:
+    each = _each(args)
+    found = {name: replica_settings(pool, device, cluster, devices(args)) for name, pool in each.items()}
+    _check_required(args, len(found))
+    if not _pools(args):
+        return Service(found)
+    for settings in found.values():
         holdings(settings.spec, Side(settings.layout))  # raises where the model's KV cannot be handed over
     if cluster is not None and devices(args) > sum(node.slots for node in cluster.nodes):
         raise LayoutError(
-            f"the pools {args.prefill!r} and {args.decode!r} are {devices(args)} ranks, but the cluster has "
+            f"the pools {' and '.join(map(repr, _pools(args).values()))} are {devices(args)} ranks, but the cluster has "
             f"{sum(node.slots for node in cluster.nodes)} slots: take fewer replicas, or smaller layouts"
         )
-    length = min(settings.max_model_len for settings in found)
-    return Service(*found).with_each(max_model_len=length, in_pool=True)
+    length = min(settings.max_model_len for settings in found.values())
+    pools = {name: settings.model_copy(update={"role": _ROLES[name]}) for name, settings in found.items()}
+    return Service(pools).with_each(max_model_len=length)
 
 
 def check_nixl() -> None:
@@ -82,19 +100,40 @@ def check_nixl() -> None:
         raise LayoutError("pools exchange KV over NIXL, which is not installed here: pip install 'shardwright[pools]'")
 
 
-def _each(args: ServeArgs) -> Iterator[ServeArgs]:
-    """The arguments of each pool by itself, that which answers requests first."""
-    if not (args.prefill or args.decode):
-        yield args
-        return
-    if not (args.prefill and args.decode):
+def _pools(args: ServeArgs) -> dict[str, str]:
+    """The texts of the pools, by deployment, that which answers requests first; none, where there is a layout."""
+    texts = {ENGINE: args.decode, MIXED: args.mixed, PREFILL: args.prefill}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _each(args: ServeArgs) -> dict[str, ServeArgs]:
+    """The arguments of each pool by itself, by deployment."""
+    pools = _pools(args)
+    if not pools:
+        return {ENGINE: args}
+    if MIXED not in pools and len(pools) == 1:
         raise LayoutError(
-            f"prefill={args.prefill!r} and decode={args.decode!r} go together: give both, or a layout alone for one pool"
+            f"prefill={args.prefill!r} and decode={args.decode!r} go together: give both, or one with mixed, "
+            "or a layout alone for one pool"
         )
     if args.layout:
-        raise LayoutError(f"layout={args.layout!r} is that of one pool; with prefill={args.prefill!r} leave it out")
-    for text in (args.decode, args.prefill):
-        yield args.model_copy(update={"layout": _pool_layout(text), "prefill": "", "decode": ""})
+        raise LayoutError(f"layout={args.layout!r} is that of one pool; with {_given(args)} leave it out")
+    empty = {"prefill": "", "decode": "", "mixed": ""}
+    return {name: args.model_copy(update=empty | {"layout": _pool_layout(text)}) for name, text in pools.items()}
+
+
+def _given(args: ServeArgs) -> str:
+    texts = {"prefill": args.prefill, "mixed": args.mixed, "decode": args.decode}
+    return " and ".join(f"{name}={text!r}" for name, text in texts.items() if text)
+
+
+def _check_required(args: ServeArgs, pools: int) -> None:
+    """Raises `LayoutError` where prompts shall be handed over between pools and there are no two."""
+    if args.require_prefill and pools < 2:
+        raise LayoutError(
+            f"require_prefill needs two pools, and {_given(args) or f'layout={args.layout!r}'} is {pools}: "
+            "give prefill with decode or mixed, or leave it out"
+        )
 
 
 def _pool_layout(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Which engine replica a request goes to: the one with fewest requests, but not one that has just refused it.
+"""Which engine replica a request goes to: the one that was named for it, else the one with fewest requests, but not one that
+has just refused it.
 
 Ray Serve carries this module to every caller by value, so it stays small and imports nothing of ours.
 """
@@ -12,7 +13,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class EngineRouter(RequestRouter):
-    """Counts what this process has sent. Replicas to avoid are in the call's ``avoid`` (see `serve_app.handle_backend`).
+    """Counts what this process has sent. Replicas to avoid are in the call's ``avoid``, the one to take is in ``at`` (see
+    `serve_app.handle_backend` and `serve_app.pooled_backend`).
 
     A replica that is making its ranks anew refuses at once, so it always has fewest requests: without `avoid`, it would be
     asked again and again while another could serve.
@@ -26,7 +28,11 @@ class EngineRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replicas with fewest requests, of which Serve takes one."""
-        avoid = () if pending_request is None else pending_request.kwargs.get("avoid", ())
+        asked = {} if pending_request is None else pending_request.kwargs
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == asked.get("at")]
+        if named:
+            return [named]
+        avoid = asked.get("avoid", ())
         willing = [each for each in candidate_replicas if each.replica_id.unique_id not in avoid] or candidate_replicas
         fewest = min((self._ongoing[each.replica_id] for each in willing), default=0)
         return [[each for each in willing if self._ongoing[each.replica_id] == fewest]]

@@ -115,7 +115,7 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) 
     alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
     here = local.this_machine(pools.devices(args), shape) if alone else None
     served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
-    if served.prefill is not None and alone:
+    if served.in_pools and alone:
         pools.check_nixl()
     return served, check_files(Path(served.engine.model_path), served.engine.spec)
 

@@ -46,8 +46,12 @@ class ServeArgs(BaseModel):
     model: str = DEFAULT_MODEL
     layout: str = ""
     prefill: str = ""
-    """With `decode`, in place of `layout`: two pools, each a layout and how many replicas, as in ``tp=2*3``."""
+    """With `decode` or `mixed`, in place of `layout`: pools, each a layout and how many replicas, as in ``tp=2*3``."""
     decode: str = ""
+    mixed: str = ""
+    """A pool of replicas that do both, by itself or beside the others."""
+    require_prefill: bool = False
+    """Whether requests are refused, and the service is not healthy, while prompts are not handed over between the pools."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Count | None = None

@@ -20,9 +20,12 @@ def run_status(address: str | None, as_json: bool) -> None:
         from cluster.discover import best_device, discover
         from cluster.status import cluster_state, serve_details
         from serve_app.names import APP_NAME
+        from serve_app.role_command import duties
 
         names = {node.id: node.name for node in discover(best_device()).nodes}
-        state = cluster_state(serve_details(), APP_NAME, names)
+        details = serve_details()
+        runs = details.get("applications", {}).get(APP_NAME, {}).get("status") == "RUNNING"
+        state = cluster_state(details, APP_NAME, names, duties() if runs else ())
     typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
     if state.application != "RUNNING":
         raise typer.Exit(1)
@@ -37,7 +40,8 @@ def _lines(state: ClusterState) -> Iterator[str]:
 
 def _replicas(deployment: DeploymentState) -> Iterator[str]:
     for replica in deployment.replicas:
-        yield f"  replica {replica.id} {replica.state} on {replica.node or 'no node yet'}, process {replica.pid or '-'}"
+        role = f" ({replica.role})" if replica.role else ""
+        yield f"  replica {replica.id} {replica.state}{role} on {replica.node or 'no node yet'}, process {replica.pid or '-'}"
         rows = [("rank", "at", "state", "steps", "node", "process", "device")]
         for rank in replica.ranks:
             at = " ".join(f"{axis} {index}" for axis, index in rank.coords.items())

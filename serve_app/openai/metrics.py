@@ -92,13 +92,15 @@ class Observation:
         self._metrics.whole.labels(self._endpoint).observe(time.monotonic() - self._began)
 
 
-def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]]) -> bytes:
-    """All metrics as Prometheus text, with the backend's gauges by replica.
+def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]], whole: Mapping[str, float]) -> bytes:
+    """All metrics as Prometheus text, with the backend's gauges by replica, and those of the whole service.
 
     A gauge called ``name:label=value`` has that label besides.
     """
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
+    for name, value in whole.items():
+        Gauge(f"shardwright_{name}", "As told by the service", registry=registry).set(value)
     for replica, values in stats.items():
         for name, value in values.items():
             name, _, label = name.partition(":")

@@ -26,7 +26,8 @@ def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
         except Exception as error:
             _log.warning("the backend did not tell its health", exc_info=error)
             found = Health(False, "the backend did not tell its health")
-        body = {"status": "ok" if found.ok else "unhealthy", "reason": found.reason, "replicas": found.replicas}
+        status = "unhealthy" if not found.ok else "degraded" if found.reason else "ok"
+        body = {"status": status, "reason": found.reason, "replicas": found.replicas}
         return json_response(body, 200 if found.ok else 503)
 
     @router.get("/metrics")
@@ -37,7 +38,7 @@ def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
             # The endpoint's own metrics matter most when the backend is in trouble.
             _log.warning("the backend did not tell its stats", exc_info=error)
             stats = {}
-        return Response(exposition(metrics, stats), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(metrics, stats, backend.gauges()), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> Response:

@@ -69,8 +69,8 @@ def test_a_node_kept_for_a_pool_is_not_the_other_ones() -> None:
     nodes = [ray_node("a", labels={"shardwright/pool": "decode"}, CPU=2.0), ray_node("b", CPU=2.0)]
     nodes.append(ray_node("c", labels={"shardwright/pool": "prefill", "rack": "r"}, CPU=2.0))
     names = {pool: [node["NodeManagerAddress"] for node in open_to(nodes, pool)] for pool in ("", *POOLS)}
-    assert names == {"": ["a", "b", "c"], "decode": ["a", "b"], "prefill": ["b", "c"]}
-    assert pool_selector("decode") == {"shardwright/pool": "!in(prefill)"}
+    assert names == {"": ["a", "b", "c"], "decode": ["a", "b"], "prefill": ["b", "c"], "mixed": ["b"]}
+    assert pool_selector("decode") == {"shardwright/pool": "!in(prefill, mixed)"}
     assert pool_selector("") == {}
     found = cluster_of(nodes, "cpu")
     assert [node.pool for node in found.nodes] == ["decode", None, "prefill"]

@@ -1,9 +1,9 @@
-"""What an ingress does with a ticket, and with a decode pool that is down: fake handles, real events over ZeroMQ."""
+"""What an ingress does with a ticket, and with replicas that are down: fake handles, real events over ZeroMQ."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,29 +12,15 @@ from ray.exceptions import RayActorError
 
 from actors.engine.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
-from serve_app.handing_over import PrefillPool
-from serve_app.handle_backend import HandleBackend
+from cluster.roles import Role
+from serve_app.backend import BackendRefused
+from serve_app.handing_over import PrefillReplicas
+from serve_app.names import ENGINE, PREFILL
+from serve_app.pooled_backend import PooledBackend
+from serve_app.roster import Roster
+from tests.handles import Handle
 
 WAIT_S = 5.0
-
-
-class Handle:
-    """Stands for a Serve handle. `answer` is called for each request; what it returns is awaited."""
-
-    def __init__(self, answer: Callable[[GenerateRequest, ReplyTo, tuple[str, ...]], Any]) -> None:
-        self.asked: list[tuple[GenerateRequest, tuple[str, ...]]] = []
-        self.calls: list[asyncio.Task[Any]] = []
-        self._answer = answer
-
-    def options(self, method_name: str) -> Handle:
-        assert method_name == "generate"
-        return self
-
-    def remote(self, packed: bytes, reply_to: bytes, avoid: tuple[str, ...] = ()) -> asyncio.Task[Any]:
-        request = GenerateRequest.unpack(packed)
-        self.asked.append((request, avoid))
-        self.calls.append(asyncio.ensure_future(self._answer(request, ReplyTo.unpack(reply_to), avoid)))
-        return self.calls[-1]
 
 
 @asynccontextmanager
@@ -53,54 +39,74 @@ async def decode_side() -> AsyncIterator[tuple[KVTicket, asyncio.Queue[TokenEven
 REQUEST = GenerateRequest(request_id="r", prompt=[1, 2, 3], max_tokens=4, reserves=True)
 
 
+async def hand_over(handle: Handle, ticket: KVTicket) -> list[str | None]:
+    """What is told of how it ended."""
+    ended: list[str | None] = []
+    roster = Roster({PREFILL: handle})  # type: ignore[dict-item]
+    await roster.refresh()
+    await PrefillReplicas(roster).run(REQUEST, ticket, "the decode replica", ended.append)
+    return ended
+
+
 def refusal(request: GenerateRequest, code: str, name: str) -> bytes:
     return TokenEvent(request_id=request.request_id, finish="error", refused=code, refused_by=name, error="why").pack()
 
 
 async def test_the_prefill_replica_gets_the_request_under_the_tickets_name() -> None:
-    async def takes(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def takes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         return None
 
     async with decode_side() as (ticket, said):
-        handle = Handle(takes)
-        await PrefillPool(handle).run(REQUEST, ticket)
+        handle = Handle(takes, one=Role.PREFILL)
+        assert await hand_over(handle, ticket) == [None]
         [(asked, _)] = handle.asked
         assert (asked.request_id, asked.ticket, asked.reserves, asked.max_tokens) == ("r~0", ticket, False, 4)
         assert said.empty()
 
 
-async def test_a_replica_that_is_down_is_passed_over_and_a_refusal_is_told() -> None:
-    async def refuses(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> bytes:
-        names = [name for name in ("one", "two") if name not in avoid]
-        return refusal(request, "engine_down", names[0] if names else "one")
+@pytest.mark.parametrize("code", ["engine_down", "wrong_role"])
+async def test_a_replica_that_refuses_is_passed_over_and_the_last_refusal_is_told(code: str) -> None:
+    async def refuses(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
+        return refusal(request, code, at)
 
     async with decode_side() as (ticket, said):
-        handle = Handle(refuses)
-        await PrefillPool(handle).run(REQUEST, ticket)
-        assert [avoid for _, avoid in handle.asked] == [(), ("one",), ("one", "two")]
+        handle = Handle(refuses, one=Role.PREFILL, two=Role.MIXED, three=Role.DECODE)
+        assert await hand_over(handle, ticket) == ["no other replica takes prompts"]
+        assert {how["at"] for _, how in handle.asked} == {"one", "two"}
         event = await asyncio.wait_for(said.get(), WAIT_S)
         assert (event.request_id, event.refused) == ("r~0", "engine_down")  # so nobody writes into the blocks
 
 
 async def test_a_replica_that_dies_is_told_of_as_one_that_may_still_write() -> None:
-    async def dies(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def dies(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         raise RayActorError()
 
     async with decode_side() as (ticket, said):
-        await PrefillPool(Handle(dies)).run(REQUEST, ticket)
+        assert await hand_over(Handle(dies, one=Role.PREFILL), ticket) == ["the prefill replica one was lost: RayActorError"]
         event = await asyncio.wait_for(said.get(), WAIT_S)
         assert (event.finish, event.refused) == ("error", None)
-        assert "the prefill replica was lost" in event.error
+        assert "the prefill replica one was lost" in event.error
+
+
+async def test_what_a_replica_has_told_itself_is_not_told_again() -> None:
+    """It stopped writing, and says why: the ingress learns of the fault, the decode side has."""
+
+    async def fails(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
+        return TokenEvent(request_id=request.request_id, finish="abort", error="model digests differ: a and b").pack()
+
+    async with decode_side() as (ticket, said):
+        assert await hand_over(Handle(fails, one=Role.PREFILL), ticket) == ["model digests differ: a and b"]
+        assert said.empty()
 
 
 async def test_a_request_that_ends_gives_its_prompt_up() -> None:
-    async def computes(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def computes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         await asyncio.sleep(WAIT_S)
 
     async with decode_side() as (ticket, said):
-        handle = Handle(computes)
-        running = asyncio.create_task(PrefillPool(handle).run(REQUEST, ticket))
-        for _ in range(5):
+        handle = Handle(computes, one=Role.PREFILL)
+        running = asyncio.create_task(hand_over(handle, ticket))
+        while not handle.calls:  # noqa: ASYNC110 - nothing tells of a call
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait([running, *handle.calls], timeout=1)
@@ -117,46 +123,93 @@ async def _reached(sender: TokenSender, to: ReplyTo) -> None:
 async def test_tokens_come_from_the_decode_side_and_tickets_go_to_the_other(max_tokens: int) -> None:
     sender = TokenSender()
 
-    async def decodes(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def decodes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         await _reached(sender, to)
         name, events = request.request_id, list[TokenEvent]()
         if request.reserves:
-            events.append(TokenEvent(request_id=name, ticket=ticket))
+            events.append(TokenEvent(request_id=name, ticket=ticket.model_copy(update={"ticket_id": f"{name}~0"})))
             events.append(TokenEvent(request_id=name, tokens=[8]))
         for event in (TokenEvent(request_id=name), *events, TokenEvent(request_id=name, finish="length")):
             sender.send(to, event)
             sender.flush()
             await asyncio.sleep(0.02)  # a step
 
-    async def computes(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def computes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         return None
 
     async with decode_side() as (ticket, _):
-        prefill = Handle(computes)
-        backend = HandleBackend(Handle(decodes), WAIT_S, prefill)  # type: ignore[arg-type]
-        request = REQUEST.model_copy(update={"reserves": False, "max_tokens": max_tokens})
-        events = [event async for event in backend.generate(request)]
+        prefill = Handle(computes, b=Role.PREFILL)
+        async with backend_over(Handle(decodes, a=Role.DECODE), prefill) as backend:
+            request = REQUEST.model_copy(update={"reserves": False, "max_tokens": max_tokens})
+            events = [event async for event in backend.generate(request)]
         assert [token for event in events for token in event.tokens] == ([8] if max_tokens else [])
         assert [event.ticket for event in events] == [None] * len(events)
-        assert len(prefill.asked) == (1 if max_tokens else 0)
+        own = [asked for asked, _ in prefill.asked if not asked.request_id.startswith("trial-")]
+        assert len(own) == (1 if max_tokens else 0)
     sender.close()
 
 
-async def test_without_a_decode_pool_the_prefill_pool_does_everything() -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["down", "gone"])
+async def test_without_a_decode_pool_the_prefill_pool_does_everything(is_there: bool) -> None:
     sender = TokenSender()
 
-    async def down(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> bytes:
+    async def down(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
         return refusal(request, "engine_down", "decode")
 
-    async def serves(request: GenerateRequest, to: ReplyTo, avoid: tuple[str, ...]) -> None:
+    async def serves(request: GenerateRequest, to: ReplyTo, at: str) -> None:
         await _reached(sender, to)
         sender.send(to, TokenEvent(request_id=request.request_id, tokens=[3], finish="length"))
         sender.flush()
 
-    prefill = Handle(serves)
-    backend = HandleBackend(Handle(down), WAIT_S, prefill)  # type: ignore[arg-type]
-    events = [event async for event in backend.generate(REQUEST.model_copy(update={"reserves": False}))]
+    prefill = Handle(serves, b=Role.PREFILL)
+    async with backend_over(Handle(down, **({"decode": Role.DECODE} if is_there else {})), prefill) as backend:
+        events = [event async for event in backend.generate(REQUEST.model_copy(update={"reserves": False}))]
     assert [event.tokens for event in events] == [[3]]
-    [(asked, _)] = prefill.asked
-    assert (asked.request_id, asked.reserves, asked.ticket) == ("r", False, None)
+    [(asked, how)] = [each for each in prefill.asked if each[0].request_id == "r"]
+    assert (asked.reserves, asked.ticket, how) == (False, None, {"at": "b", "stands_in": True})
     sender.close()
+
+
+async def test_every_other_replica_is_asked_before_a_request_is_refused() -> None:
+    async def refuses(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
+        return refusal(request, "wrong_role", at)
+
+    decode, prefill = Handle(refuses, a=Role.DECODE, b=Role.MIXED), Handle(refuses, c=Role.PREFILL)
+    async with backend_over(decode, prefill) as backend:
+        with pytest.raises(BackendRefused) as refused:
+            await anext(backend.generate(REQUEST))
+    assert refused.value.code == "engine_down"
+    assert {how.get("at") for asked, how in decode.asked + prefill.asked if asked.request_id == "r"} == {"a", "b", "c", None}
+
+
+@pytest.mark.parametrize(("others", "elsewhere"), [({"b": 3, "c": 2}, 2), ({"b": 0, "c": 2}, 0), ({}, None)])
+async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, int], elsewhere: int | None) -> None:
+    """By which a mixed replica knows whether to hand its prompt over; where there is no other, there is nobody to do so."""
+    asked = asyncio.Event()
+
+    async def waits(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+        if request.request_id == "r":
+            asked.set()
+        await asyncio.sleep(WAIT_S)
+
+    mixed = Handle(waits, a=Role.MIXED)
+    prefill = Handle(waits, **dict.fromkeys(others, Role.PREFILL))
+    prefill.ongoing = others
+    async with backend_over(mixed, prefill) as backend:
+        await backend.roles()
+        running = asyncio.ensure_future(anext(backend.generate(REQUEST.model_copy(update={"reserves": False}))))
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        running.cancel()
+    [(request, how)] = [each for each in mixed.asked if each[0].request_id == "r"]
+    assert (request.reserves, how["elsewhere"] if others else None) == (bool(others), elsewhere)
+
+
+@asynccontextmanager
+async def backend_over(decode: Handle, prefill: Handle) -> AsyncIterator[PooledBackend]:
+    """A backend whose watch ends with the block."""
+    backend = PooledBackend({ENGINE: decode, PREFILL: prefill}, WAIT_S)  # type: ignore[dict-item]
+    try:
+        yield backend
+    finally:
+        if backend._watch is not None:
+            backend._watch.cancel()

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from cluster.roles import Role
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.layout import LayoutError
 from serve_app import pools
-from serve_app.names import ENGINE, PREFILL
+from serve_app.names import ENGINE, MIXED, PREFILL
 from serve_app.settings import ServeArgs, parse_args
 
 GIB = 2**30
@@ -25,10 +26,25 @@ def service(slots: int = 8, **arguments: Any) -> pools.Service:
 
 def test_two_pools_have_layouts_and_replicas_of_their_own() -> None:
     found = service(prefill="tp=2*2", decode="pp=3")
-    sizes = {name: (each.layout.world, each.layout.replicas, each.in_pool) for name, each in found.by_name.items()}
-    assert sizes == {ENGINE: (3, 1, True), PREFILL: (2, 2, True)}
+    sizes = {name: (each.layout.world, each.layout.replicas, each.role) for name, each in found.by_name.items()}
+    assert sizes == {ENGINE: (3, 1, Role.DECODE), PREFILL: (2, 2, Role.PREFILL)}
     assert found.devices == 7
     assert found.engine.max_model_len == found.prefill.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"mixed": "*3"}, [MIXED]),
+        ({"mixed": "*3", "prefill": "tp=2"}, [MIXED, PREFILL]),
+        ({"mixed": "*3", "decode": "tp=2"}, [ENGINE, MIXED]),
+        ({"mixed": "*2", "decode": "tp=2", "prefill": "pp=2"}, [ENGINE, MIXED, PREFILL]),
+    ],
+)
+def test_a_pool_may_do_both(arguments: dict[str, str], names: list[str]) -> None:
+    """Requests go to the first."""
+    found, roles = service(**arguments), {ENGINE: Role.DECODE, MIXED: Role.MIXED, PREFILL: Role.PREFILL}
+    assert [(name, each.role) for name, each in found.by_name.items()] == [(name, roles[name]) for name in names]
 
 
 def test_one_pool_is_as_it_was() -> None:
@@ -55,6 +71,9 @@ def test_the_text_of_a_pool(text: str, devices: int | None) -> None:
         ({"prefill": "tp=2,replicas=2*2", "decode": "tp=2"}, "is no pool"),
         ({"prefill": "tp=2*4", "decode": "tp=2"}, "are 10 ranks, but the cluster has 8 slots"),
         ({"prefill": "pp=99", "decode": "tp=2"}, "pp"),
+        ({"mixed": "*2", "layout": "pp=2"}, r"with mixed='\*2' leave it out"),
+        ({"mixed": "*2", "require_prefill": True}, r"require_prefill needs two pools, and mixed='\*2' is 1"),
+        ({"layout": "tp=2", "require_prefill": True}, "require_prefill needs two pools, and layout='tp=2' is 1"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: dict[str, str], said: str) -> None:

@@ -133,6 +133,9 @@ class ScriptedBackend:
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {"r0": {"waiting": 3.0}}
 
+    def gauges(self) -> Mapping[str, float]:
+        return {"whole": 1.0}
+
 
 def logprob_of(token: int, count: int) -> TokenLogprob:
     """The chosen token is second best, the rest is masked out."""

@@ -1,0 +1,90 @@
+"""Whether prompts get from one pool to another: tried with a request of our own at start, and again after every fault.
+
+not tried ──trial──→ works ←──trial, or a prompt of anybody's──┐
+              │        │ a prompt was not handed over: trial    │
+              └────────┴──trial failed, or nobody takes prompts─→ fails: tried again from time to time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("shardwright.pools")
+
+_LOOK_EVERY_S = 1.0
+_TRY_EVERY_S = 10.0
+"""Between trials of what fails."""
+NOT_TRIED = "no prompt has been handed over between the pools yet"
+
+
+class Rendezvous:
+    """The verdict, and the task that keeps it true. `is_needed`: False where there is nothing to try."""
+
+    def __init__(self, is_needed: bool) -> None:
+        self._failure = NOT_TRIED if is_needed else ""
+        self._is_needed = is_needed
+        self._tried_at: float | None = None
+        self._is_suspect = False
+        self._first = asyncio.Event()
+
+    @property
+    def failure(self) -> str:
+        """Why prompts are not handed over; empty where they are."""
+        return self._failure
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether there has been a verdict."""
+        return self._first.is_set() or not self._is_needed
+
+    def gauges(self) -> dict[str, float]:
+        """For ``/metrics``."""
+        return {"handoff_works": float(not self._failure)} if self._is_needed else {}
+
+    def heard(self, failure: str | None) -> None:
+        """How the hand-off of a prompt ended; None: well. A fault may be that prompt's own, so it only calls for a trial."""
+        if failure is None:
+            self.judge("")
+        else:
+            self._is_suspect = True
+
+    def judge(self, failure: str) -> None:
+        """This is the verdict; empty: they are handed over."""
+        if failure and failure != self._failure:
+            log.warning("prompts are not handed over between the pools, decode replicas compute them: %s", failure)
+        elif self._failure and not failure and self._first.is_set():
+            log.warning("prompts are handed over between the pools again")
+        self._failure = failure
+        self._is_suspect = self._is_suspect and bool(failure)
+        self._first.set()
+
+    async def first(self, within_s: float) -> None:
+        """Return when there is a verdict, or it takes longer."""
+        if self._is_needed:
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._first.wait()
+            except TimeoutError:
+                log.warning("whether prompts are handed over is not known after %g s", within_s)
+
+    async def keep_true(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
+        """For as long as the process lives. `look` says what must fail without a trial, None: it is too early for one; a trial
+        says what its fault was. Both say nothing, ``""``, of what is good."""
+        while True:
+            try:
+                missing = await look()
+                if missing and self._is_needed:
+                    self.judge(missing)
+                elif missing == "" and self._is_due():
+                    self._tried_at, self._is_suspect = time.monotonic(), False
+                    self.judge(await attempt())
+            except Exception:
+                log.exception("whether prompts are handed over could not be tried")
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _is_due(self) -> bool:
+        waited = self._tried_at is None or time.monotonic() - self._tried_at >= _TRY_EVERY_S
+        return self._is_needed and (self._is_suspect or (bool(self._failure) and waited))

@@ -1,0 +1,91 @@
+"""Who is in the pools, and what each takes now: as the replicas last told, with what this process has given them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.roles import DutyReport, Work
+from serve_app.asking import ask_all
+
+_FRESH_S = 0.2
+"""What replicas told so recently is not asked for again."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One replica: its pool's name, and what it told."""
+
+    pool: str
+    told: DutyReport
+
+    @property
+    def name(self) -> str:
+        return self.told.name
+
+
+class Roster:
+    """The replicas behind some handles, by pool. One event loop calls it."""
+
+    def __init__(self, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self.pools = dict(pools)
+        self._members: dict[str, Member] = {}
+        self._given = Counter[str]()
+        self._asking = asyncio.Lock()
+        self._asked_at: float | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._members.values(), key=lambda each: (each.pool, each.name)))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether replicas have been asked at all."""
+        return self._asked_at is not None
+
+    async def refresh(self, older_than_s: float = _FRESH_S) -> None:
+        """Ask all replicas, unless they were asked so recently. A pool that does not answer in time stays as it was."""
+        async with self._asking:
+            if self._asked_at is not None and time.monotonic() - self._asked_at < older_than_s:
+                return
+            answers = await asyncio.gather(*(ask_all(handle, "duty") for handle in self.pools.values()))
+            self._asked_at = time.monotonic()
+            for pool, told in zip(self.pools, answers, strict=True):
+                if not any(isinstance(each, TimeoutError) for each in told):
+                    self._replace(pool, [each for each in told if isinstance(each, DutyReport)])
+
+    def _replace(self, pool: str, told: list[DutyReport]) -> None:
+        others = {name: member for name, member in self._members.items() if member.pool != pool}
+        self._members = others | {each.name: Member(pool, each) for each in told}
+
+    def able(self, work: Work, avoid: Collection[str] = ()) -> list[Member]:
+        """Those that take such work now, and are well."""
+        return [each for each in self if work in each.told.takes and each.told.down is None and each.name not in avoid]
+
+    def choose(self, work: Work, avoid: Collection[str] = ()) -> Member | None:
+        """One of the least busy of them."""
+        able = self.able(work, avoid)
+        least = min(map(self.load, able), default=0)
+        return random.choice([each for each in able if self.load(each) == least]) if able else None
+
+    def load(self, member: Member) -> int:
+        """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""
+        return max(member.told.ongoing, self._given[member.name])
+
+    @contextmanager
+    def giving(self, name: str) -> Iterator[None]:
+        """A replica has one more for the length of the block."""
+        self._given[name] += 1
+        try:
+            yield
+        finally:
+            self._given[name] -= 1
+            if not self._given[name]:
+                del self._given[name]

@@ -1,0 +1,53 @@
+"""Stands for the Serve handle of a pool: replicas that a test names, and what it has them answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from actors.engine.token_stream import ReplyTo
+from actors.messages import GenerateRequest
+from cluster.roles import Duty, DutyReport, Role
+
+Answer = Callable[[GenerateRequest, ReplyTo, str], Any]
+
+
+class Handle:
+    """`answer` is called for each request, with the name of the replica it is for; what it returns is awaited."""
+
+    def __init__(self, answer: Answer, **roles: Role) -> None:
+        self.asked: list[tuple[GenerateRequest, dict[str, Any]]] = []
+        self.calls: list[asyncio.Task[Any]] = []
+        self.duties = {name: Duty(name, role) for name, role in roles.items()}
+        self.ongoing: Mapping[str, int] = {}
+        self.down: dict[str, str] = {}
+        self.answer = answer
+
+    def options(self, method_name: str) -> Handle:
+        assert method_name == "generate"
+        return self
+
+    def remote(self, packed: bytes, reply_to: bytes, **how: Any) -> asyncio.Task[Any]:
+        request = GenerateRequest.unpack(packed)
+        self.asked.append((request, how))
+        name = how.get("at") or next(iter(self.duties), "")
+        self.calls.append(asyncio.ensure_future(self.answer(request, ReplyTo.unpack(reply_to), name)))
+        return self.calls[-1]
+
+    def broadcast(self, method: str, *arguments: Any) -> Handle:
+        self._told = [self._control(name, method, arguments) for name in self.duties]
+        return self
+
+    async def results_async(self, **_limits: Any) -> list[Any]:
+        return self._told
+
+    def _control(self, name: str, method: str, arguments: tuple[Any, ...]) -> DutyReport | None:
+        duty = self.duties[name]
+        if method == "change_role":
+            wanted, role, within_s = arguments
+            if wanted != name:
+                return None
+            duty.change(Role(role), within_s)
+        report = duty.report(self.down.get(name))
+        return report.model_copy(update={"ongoing": self.ongoing.get(name, report.ongoing)})
