@@ -52,11 +52,13 @@ class PooledBackend(HandleBackend):
         self._rendezvous = Rendezvous(is_needed=len(pools) > 1)
         self._watch: asyncio.Task[None] | None = None
         self._known_at: float | None = None
+        self._has_waited = False
 
     async def started(self) -> None:
         """Return once a prompt has been handed over, or was tried to be; later, at once."""
-        if self._watch is None:
-            self._watching()
+        self._watching()
+        if not self._has_waited:
+            self._has_waited = True
             await self._rendezvous.first(_FIRST_VERDICT_S)
 
     async def health(self) -> Health:

@@ -19,11 +19,11 @@ async def change_role(roster: Roster, replica: str, role: Role, within_s: float,
     Returns how it stands; `roster` tells how it goes on. Raises `RoleRefused` where a kind of work in `needed` would be left to
     nobody, in which case nothing changes.
     """
-    await roster.refresh(older_than_s=0)
+    await roster.refresh(at_once=True)
     member = _named(roster, replica)
     _check(roster, member, role, needed)
     told = await _tell(roster, member, role, within_s)
-    await roster.refresh(older_than_s=0)
+    await roster.refresh(at_once=True)
     try:
         _check(roster, member, role, needed)  # another one may have been changed at the same time
     except RoleRefused:

@@ -50,10 +50,10 @@ class Roster:
         """Whether replicas have been asked at all."""
         return self._asked_at is not None
 
-    async def refresh(self, older_than_s: float = _FRESH_S) -> None:
-        """Ask all replicas, unless they were asked so recently. A pool that does not answer in time stays as it was."""
+    async def refresh(self, at_once: bool = False) -> None:
+        """Ask all replicas; unless `at_once`, only if they were not asked just now. A silent pool stays as it was."""
         async with self._asking:
-            if self._asked_at is not None and time.monotonic() - self._asked_at < older_than_s:
+            if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
                 return
             answers = await asyncio.gather(*(ask_all(handle, "duty") for handle in self.pools.values()))
             self._asked_at = time.monotonic()

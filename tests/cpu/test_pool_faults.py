@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.engine.config import EngineConfig
-from actors.engine.refusal import EngineBusy
+from actors.engine.refusal import EngineBusy, RequestRefused
 from actors.messages import GenerateRequest, KVReader, SamplingParams, TokenEvent
 from actors.transfer.local import LocalTransfer, LocalTransport, Switchboard
 from actors.transfer.transport import Ranges, TransferError
@@ -202,6 +202,39 @@ def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
     early = ("abort",) if fault in CANCELLED else ("deadline",) if fault == "a short deadline" else ()
     assert found.finish in ("length", *early), (number, fault, found)
     assert found.tokens == (right if found.finish == "length" else right[: len(found.tokens)]), (number, fault)
+
+
+def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[int, list[int]]) -> None:
+    """C04, with leases as long as in service: 50 requests are gone from the decode side when their prompt is computed, 50 are
+    left by their client, so that an ingress tells both sides, before it is; 50 the decode side would never have taken."""
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, FaultyTransport) as both:
+        submit, decode, prefill = both.prefill.engine.submit, both.decode.engine, both.prefill.engine
+
+        def left(item: GenerateRequest, deliver: object) -> None:
+            submit(item, deliver)
+            if fault_of(item.request_id) == "left":
+                decode.cancel(item.request_id.split("~")[0])
+                prefill.cancel(item.request_id)
+
+        def gone(event: TokenEvent) -> TokenEvent:
+            if event.tokens and fault_of(event.request_id) == "gone":
+                decode.cancel(event.request_id.split("~")[0])
+            return event
+
+        prefill.submit, both.told = left, gone
+        waiting = [both.submit(request(number, "gone" if number % 2 else "left")) for number in range(100)]
+        ends = Counter(both.decode.finish(events).finish for events in waiting)
+        both.wait_until_idle(2.0)
+        assert ends["abort"] > 90, ends
+        for number in range(50):
+            bad = {"prompt": [1] * 200} if number % 2 else {"prompt": [5] * 20, "max_tokens": -1}
+            with pytest.raises(RequestRefused):
+                both.submit(request(number, "refused here").model_copy(update=bad))
+        assert len(both.tickets) == 100
+        assert (decode.stats().hand_offs.outlived, prefill.stats().hand_offs.sending) == (0, 0)
+        before = decode.stats().hand_offs.received
+        check(200, "none", both.run(request(200, "none")), expected[200])
+        assert decode.stats().hand_offs.received == before + 1
 
 
 @pytest.mark.parametrize("when", ["computing", "sending"])
