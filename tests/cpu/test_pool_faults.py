@@ -212,17 +212,23 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
 
         def left(item: GenerateRequest, deliver: object) -> None:
             submit(item, deliver)
-            if fault_of(item.request_id) == "left":
-                decode.cancel(item.request_id.split("~")[0])
-                prefill.cancel(item.request_id)
+            if fault_of(item.request_id) == "left before it runs":
+                leave(item.request_id)
+
+        def leave(ticket_id: str) -> None:
+            decode.cancel(ticket_id.split("~")[0])
+            prefill.cancel(ticket_id)
 
         def gone(event: TokenEvent) -> TokenEvent:
             if event.tokens and fault_of(event.request_id) == "gone":
                 decode.cancel(event.request_id.split("~")[0])
+            if event.tokens and fault_of(event.request_id) == "left while it is sent":
+                leave(event.request_id)
             return event
 
         prefill.submit, both.told = left, gone
-        waiting = [both.submit(request(number, "gone" if number % 2 else "left")) for number in range(100)]
+        ways = ("gone", "left before it runs", "gone", "left while it is sent")
+        waiting = [both.submit(request(number, ways[number % 4])) for number in range(100)]
         ends = Counter(both.decode.finish(events).finish for events in waiting)
         both.wait_until_idle(2.0)
         assert ends["abort"] > 90, ends
