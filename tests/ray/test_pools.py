@@ -173,7 +173,7 @@ def prefill_rank(server: Server) -> psutil.Process:
 
 
 def test_replicas_change_their_roles_while_they_serve(server: Server, mine: dict[str, str]) -> None:
-    """One becomes mixed at once; the other has a stream to finish before it takes prompts, and then has those of the mixed one."""
+    """One becomes mixed at once; another has a stream to finish before it takes prompts, and then has others' of them."""
     roles = {name: role for name, values in server.gauges().items() for role in ROLES if f"role:role={role}" in values}
     names = {role: name for name, role in roles.items()}
     mixed = run("role", names["prefill"], "mixed", env=mine)
