@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
@@ -139,6 +140,54 @@ def _write_twice(pipe: Connection) -> None:
         pipe.send(("nothing was raised", 20.0))
     except TransferError as error:
         pipe.send((str(error), time.monotonic() - began))
+
+
+def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
+    """It may never answer; the writer goes on with others, lets go of it and ends. (When to: `actors.transfer.outbound`.)"""
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [Pipe() for _ in range(3)]
+    readers = [spawn.Process(target=_be_written_to, args=(end,), daemon=True) for _, end in pipes[:2]]
+    writing = spawn.Process(target=_write_to_both, args=(pipes[2][1],), daemon=True)
+    try:
+        for process in (*readers, writing):
+            process.start()
+        pipes[2][0].send([_receive(pipe) for pipe, _ in pipes[:2]])
+        assert _receive(pipes[2][0]) == "both are reached"
+        os.kill(readers[0].pid, signal.SIGSTOP)
+        pipes[2][0].send("stopped")
+        said, slowest_s = _receive(pipes[2][0])
+        assert said == {"stopped": False, "other": True, "other, later": True}
+        assert slowest_s < 10
+    finally:
+        for process in (*readers, writing):
+            process.kill()
+            process.join()
+
+
+def _write_to_both(pipe: Connection) -> None:
+    transport, slowest_s = NixlTransport("writer"), 0.0
+    transport.register({0: torch.zeros(1 << 20, dtype=torch.uint8)})
+    stopped, other = (transport.connect(description) for description in pipe.recv())
+    assert all(_is_written(transport, peer, _WAIT_S) for peer in (stopped, other))
+    pipe.send("both are reached")
+    assert pipe.recv() == "stopped"
+    said = {}
+    for name, peer, patience_s in (("stopped", stopped, 1.0), ("other", other, _WAIT_S), ("other, later", other, _WAIT_S)):
+        began = time.monotonic()
+        said[name] = _is_written(transport, peer, patience_s)
+        slowest_s = max(slowest_s, time.monotonic() - began)
+        if name == "other":
+            transport.disconnect(stopped)
+    transport.close()
+    pipe.send((said, slowest_s))
+
+
+def _is_written(transport: NixlTransport, peer: str, patience_s: float) -> bool:
+    write = transport.write(peer, Ranges.single(0, 0, 0, 0, 1 << 20), b"all")
+    ends = time.monotonic() + patience_s
+    while not (done := write.is_done()) and time.monotonic() < ends:
+        continue
+    return done
 
 
 def test_a_description_of_nonsense_is_refused() -> None:
