@@ -101,10 +101,10 @@ def test_clients_that_leave_are_the_only_aborts(server: Server) -> None:
     wait_until(lambda: held_blocks(server) == 0, 30, lambda: str(server.gauges()))
     aborts = of_role(server, "decode", "aborts")
     short, long = [list(range(100 + number, 140 + number)) for number in range(4)], [7, 8, 9, 10] * 200
-    solo = [Stream(server.url, body(prompt, 24, cache_salt="solo")).finish().tokens for prompt in short]
-    streams = [Stream(server.url, body(prompt, 24, cache_salt="all")).wait_for(1) for prompt in short[:2]]
+    solo = [Stream(server.url, body(prompt, 12, cache_salt="solo")).finish().tokens for prompt in short]
+    streams = [Stream(server.url, body(prompt, 12, cache_salt="all")).wait_for(1) for prompt in short[:2]]
     with ThreadPoolExecutor(8) as pool:
-        plain = [pool.submit(server.post, "/v1/completions", body(prompt, 24, cache_salt="all")) for prompt in short[2:]]
+        plain = [pool.submit(server.post, "/v1/completions", body(prompt, 12, cache_salt="all")) for prompt in short[2:]]
         Stream(server.url, body(short[0], 900, cache_salt="left")).wait_for(3).leave()
         with sent(server, body(short[1], 900, cache_salt="left"), "handoff_received"):
             assert of_role(server, "decode", "running") > 0
