@@ -188,6 +188,11 @@ def render(
     cpus: Annotated[int | None, typer.Option(help="CPUs of one machine; default: its slots.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of one machine, for example 64GiB.")] = "64GiB",
     accelerator: Annotated[str | None, typer.Option(help="Kind of GPU a machine must have (kuberay).")] = None,
+    prefill_machine: Annotated[
+        str,
+        typer.Option(help="How machines of the prefill pool differ: slots=4,cpus=8,memory=64GiB,accelerator=L40S (kuberay)."),
+    ] = "",
+    decode_machine: Annotated[str, typer.Option(help="The same of the decode pool (kuberay).")] = "",
     image: Annotated[str, typer.Option(help="Container image (kuberay).")] = "shardwright:latest",
     spare: Annotated[int, typer.Option(help="Machines that stay free, for upgrades (kuberay).")] = 0,
     gateway_class: Annotated[str | None, typer.Option(help="Gateway API class, for upgrades step by step (kuberay).")] = None,

@@ -24,12 +24,14 @@ from serve_app.pools import layouts as layouts_of
 from serve_app.settings import Bytes, ServeArgs
 
 IMPORT_PATH = "serve_app.app:build"
+_OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 Files = dict[str, list[dict[str, Any]]]
 
 
 class RenderArgs(BaseModel):
     """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill` and
-    `decode` are pools, in place of `layout`, as in `ServeArgs`.
+    `decode` are pools, in place of `layout`, as in `ServeArgs`; `prefill_machine` and `decode_machine` say in what the machines
+    of one differ, as in ``slots=4,memory=512GiB`` (kuberay).
 
     `spare`: machines that stay free, for an upgrade (kuberay).
     """
@@ -48,6 +50,8 @@ class RenderArgs(BaseModel):
     cpus: int | None = Field(default=None, ge=1)
     memory: Bytes = 64 * 2**30
     accelerator: str | None = None
+    prefill_machine: str = ""
+    decode_machine: str = ""
     image: str = "shardwright:latest"
     spare: int = Field(default=0, ge=0)
     gateway_class: str | None = None
@@ -92,17 +96,19 @@ def render(args: RenderArgs) -> Files:
 
 def deployment_of(args: RenderArgs) -> Deployment:
     """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
-    layouts, machine = _layouts(args), _machine(args)
-    arguments = {"layout": ENGINE}
+    layouts, arguments, machines = _layouts(args), {"layout": ENGINE}, [_machine(args)]
     if len(layouts) > 1:
         arguments = {"decode": ENGINE, "prefill": PREFILL}
-        machine.require_room_for_transfers()
+        machines = [_other(args, pool) for pool in arguments]
+    elif args.prefill_machine or args.decode_machine:
+        raise LayoutError("machines of one pool are those of --slots, --cpus, --memory and --accelerator")
+    _check_machines(args, machines)
     return Deployment(
         name=args.name,
         model=args.model_path or args.model,
         pools=tuple(
             Pool(name=name, argument=argument, layout=layout, fleet=fleet(layout, machine))
-            for (argument, name), layout in zip(arguments.items(), layouts, strict=True)
+            for (argument, name), layout, machine in zip(arguments.items(), layouts, machines, strict=True)
         ),
         import_path=IMPORT_PATH,
         ingress=INGRESS,
@@ -122,6 +128,31 @@ def _machine(args: RenderArgs) -> Machine:
         memory_bytes=args.memory,
         accelerator=args.accelerator,
     )
+
+
+def _other(args: RenderArgs, pool: str) -> Machine:
+    """The machine of a pool: the usual one, but for what is said of it. Raises `LayoutError`, for values `ValidationError`."""
+    text = {"prefill": args.prefill_machine, "decode": args.decode_machine}[pool]
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    asked = {name.strip(): value.strip() for name, _, value in pairs}
+    if not asked.keys() <= set(_OF_A_MACHINE):
+        raise LayoutError(f"--{pool}-machine {text!r} must be some of {', '.join(f'{name}=...' for name in _OF_A_MACHINE)}")
+    return _machine(RenderArgs.model_validate({**args.model_dump(), **asked}))
+
+
+def _check_machines(args: RenderArgs, machines: list[Machine]) -> None:
+    """Raise `LayoutError` for machines that pools cannot have."""
+    for machine in machines if len(machines) > 1 else ():
+        machine.require_room_for_transfers()
+    if len(set(machines)) == 1:
+        return
+    if args.target == "ray-up":
+        sizes = " and ".join(str(machine.slots) for machine in machines)
+        raise LayoutError(f"ray up starts all workers alike, but the pools' machines differ ({sizes} slots, ...): use kuberay")
+    if args.spare:
+        raise LayoutError(
+            f"--spare {args.spare} counts machines of one kind, but the pools have two, and an upgrade needs both"
+        )
 
 
 def files_of(args: RenderArgs, deployment: Deployment) -> Files:

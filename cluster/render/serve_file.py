@@ -63,13 +63,14 @@ class Deployment(BaseModel):
     def groups(self) -> tuple[Group, ...]:
         """The machines: a group for each pool, or one where a single machine has slots for all their ranks."""
         first = self.pools[0].fleet
-        if len(self.pools) == 1 or sum(pool.layout.devices for pool in self.pools) <= self.machine.slots:
+        alike = len({pool.fleet.machine for pool in self.pools}) == 1
+        if len(self.pools) == 1 or (alike and sum(pool.layout.devices for pool in self.pools) <= self.machine.slots):
             return (Group(name="ranks", pool=None, fleet=first),)
         return tuple(Group(name=pool.argument, pool=pool.argument, fleet=pool.fleet) for pool in self.pools)
 
     @property
     def machine(self) -> Machine:
-        """The kind of machine."""
+        """The kind of machine; that of the first pool, where they differ."""
         return self.pools[0].fleet.machine
 
     @property

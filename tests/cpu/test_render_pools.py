@@ -15,7 +15,7 @@ from placement.fleet import GIB, Machine
 from placement.layout import LayoutError
 from placement.model_spec import ModelError
 from serve_app.render_command import RenderArgs, deployment_of, render
-from tests.render_checks import check_ray_up
+from tests.render_checks import check_manifest, check_ray_up
 from tests.tiny_models import tiny
 
 POOLS = {"prefill": "tp=2*4", "decode": "tp=4,pp=2*1"}
@@ -53,6 +53,21 @@ def test_pools_that_fit_into_one_machine_share_it() -> None:
     assert [group.name for group in apart.groups] == ["decode", "prefill"]
 
 
+def test_a_pool_may_have_other_machines() -> None:
+    more = {"slots": 8, "device": "cuda", "cpus": 16, "accelerator": "H100", "prefill_machine": "slots=4, accelerator=L40S"}
+    [service] = render(args(**{**more, "prefill": "tp=2*4", "decode": "tp=8"}))["service.yaml"]
+    check_manifest(service)
+    groups = {each["groupName"]: each for each in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    pods = {name: each["template"]["spec"] for name, each in groups.items()}
+    limits = {name: pod["containers"][0]["resources"]["limits"] for name, pod in pods.items()}
+    sizes = {name: (each["nvidia.com/gpu"], each["cpu"]) for name, each in limits.items()}
+    assert sizes == {"decode": ("8", "16"), "prefill": ("4", "16")}
+    assert [pod["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods.values()] == ["H100", "L40S"]
+    assert (groups["prefill"]["replicas"], groups["decode"]["replicas"]) == (2, 1)
+    apart = deployment_of(args(prefill="tp=1", decode="tp=1", decode_machine="memory=32GiB"))
+    assert len(apart.groups) == 2, "one machine has room for both, but is not of both kinds"
+
+
 def test_what_pools_send_each_other_is_let_through() -> None:
     """UCX listens on ports of the kernel's choice, so no list of ports would do."""
     ranks = next(each for each in render(args())["network.yaml"] if each["metadata"]["name"].endswith("-ranks"))
@@ -70,6 +85,11 @@ def test_what_pools_send_each_other_is_let_through() -> None:
         ({"decode": "tp=8"}, "tp=8 does not fit inside one machine of 4 slots"),
         ({"prefill": "tp=10"}, "tp=10 is more than the 9 query heads"),
         ({"slots": 40, "memory": "2GiB"}, "40 ranks .* 8 MiB .* 512 MiB .* give it 2,560 MiB"),
+        ({"prefill_machine": "gpus=4"}, "'gpus=4' must be some of slots=..., cpus=..., memory=..., accelerator=..."),
+        ({"prefill_machine": "slots=1"}, "tp=2 does not fit inside one machine of 1 slots"),
+        ({"prefill_machine": "slots=2", "target": "ray-up"}, r"machines differ \(4 and 2 slots"),
+        ({"prefill_machine": "slots=2", "spare": 3}, "--spare 3 counts machines of one kind"),
+        ({"prefill": "", "decode": "", "decode_machine": "slots=8"}, "machines of one pool are those of --slots"),
         ({"target": "ray-up", "head": "h", "workers": ("a", "b", "c")}, r"prefill=tp=2\*4 needs 4 worker machines of 4 slots"),
     ],
 )
