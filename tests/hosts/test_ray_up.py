@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from actors.transfer.nixl_transport import is_installed
 from serve_app.render_command import RenderArgs, render
 from tests.hosts.box import need_hosts
 from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, wait_until
@@ -19,6 +20,7 @@ from tests.tiny_models import tiny
 
 pytestmark = pytest.mark.timeout(600)
 
+POOLS = ("tp=2", "pp=2")
 STREAMS = 32
 LONG = 30_000
 LOST_S = 15
@@ -28,7 +30,7 @@ BACK_S = 240
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[UpCluster]:
     need_hosts()
-    with up_cluster(2, "tp=2,pp=2") as made:
+    with up_cluster(2, *POOLS) as made:  # workers kept for a pool each, which says nothing to layouts of one pool
         yield made
 
 
@@ -43,6 +45,27 @@ def test_a_chat_with_stages_on_two_hosts(cluster: UpCluster) -> None:
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         assert set(nodes) == {host.address for host in cluster.workers}, "the head does no model work"
         assert replica["node"] == nodes[0], "an engine lives with its first stage"
+
+
+def test_every_worker_has_found_the_pool_it_is_kept_for(cluster: UpCluster) -> None:
+    told = cluster.made.run(cluster.head, f"RAY_AUTH_MODE=token shardwright cluster --json --address {cluster.ray_address}")
+    pools = {node["name"]: node.get("pool") for node in json.loads(told)["nodes"]}
+    decode, prefill = (host.address for host in cluster.workers)
+    assert pools == {cluster.head.address: None, decode: "decode", prefill: "prefill"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
+def test_a_prompt_goes_from_one_host_to_the_other(cluster: UpCluster) -> None:
+    with cluster.serving(str(tiny("llama3").folder), "--prefill", POOLS[0], "--decode", POOLS[1], "--dtype", "float32"):
+        decode, prefill = (host.address for host in cluster.workers)
+        assert nodes_of(cluster, "Engine") == {decode}
+        assert nodes_of(cluster, "Prefill") == {prefill}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body([*range(1, 40)], 4), timeout=120).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        metrics = httpx.get(f"{cluster.url}/metrics", timeout=30).text.splitlines()
+        received = [float(line.split()[-1]) for line in metrics if line.startswith("shardwright_engine_handoff_received{")]
+        assert sum(received) == 1
 
 
 def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) -> None:
@@ -116,13 +139,19 @@ def serve_file(model: str, layout: str) -> str:
     return yaml.safe_dump(config)
 
 
-def replicas(cluster: UpCluster) -> list[dict[str, Any]]:
-    """The engine's replicas, of ``shardwright status --json``."""
+def nodes_of(cluster: UpCluster, deployment: str) -> set[str]:
+    """Where its replicas and their ranks are."""
+    found = replicas(cluster, deployment)
+    return {each["node"] for each in found} | {rank["node"] for each in found for rank in each["ranks"]}
+
+
+def replicas(cluster: UpCluster, deployment: str = "Engine") -> list[dict[str, Any]]:
+    """A deployment's replicas, of ``shardwright status --json``."""
     told = cluster.made.run(
         cluster.head, f"RAY_AUTH_MODE=token shardwright status --json --address {cluster.ray_address} || true"
     )
     deployments = json.loads(told)["deployments"]
-    found: list[dict[str, Any]] = next(each for each in deployments if each["name"] == "Engine")["replicas"]
+    found: list[dict[str, Any]] = next(each for each in deployments if each["name"] == deployment)["replicas"]
     return found
 
 

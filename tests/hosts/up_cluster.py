@@ -85,8 +85,8 @@ class UpCluster:
 
 
 @contextmanager
-def up_cluster(num_workers: int, layout: str) -> Iterator[UpCluster]:
-    """`render --target ray-up`, then `ray up`, and all workers there."""
+def up_cluster(num_workers: int, prefill: str, decode: str) -> Iterator[UpCluster]:
+    """`render --target ray-up` for these pools, then `ray up`, and all workers there."""
     with box(1 + num_workers) as made:
         token = made.folder / "launcher" / ".ray" / "auth_token"
         token.parent.mkdir()
@@ -95,7 +95,8 @@ def up_cluster(num_workers: int, layout: str) -> Iterator[UpCluster]:
         head, *workers = (host.address for host in made.hosts)
         where = [part for address in workers for part in ("--worker", address)]
         login = ["--ssh-user", "root", "--ssh-key", str(made.key), "--setup", "command -v shardwright"]
-        shape = ["--layout", layout, "--slots", "2", "--memory", "4GiB", "--name", made.folder.name.lower().replace("_", "-")]
+        name = made.folder.name.lower().replace("_", "-")
+        shape = ["--prefill", prefill, "--decode", decode, "--slots", "2", "--memory", "4GiB", "--name", name]
         files = ["shardwright", "render", "--target", "ray-up", *shape, "--head", head, *where, *login, "--out", str(out)]
         _ran(made.launch(*files, timeout_s=60))
         cluster = UpCluster(made, out / "cluster.yaml")
