@@ -1,0 +1,238 @@
+"""Faults of hand-offs for tests: what can go wrong where, and which states of both books each met."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from actors.engine import outgoing, reservations
+from actors.engine.outgoing import Outgoing
+from actors.engine.refusal import EngineBusy
+from actors.engine.reservations import Reservation
+from actors.engine.scheduler import Scheduler
+from actors.engine.sequence import Sequence
+from actors.messages import GenerateRequest, KVReader, KVReport, KVTicket, TokenEvent
+from actors.transfer.local import LocalTransfer, LocalTransport, Switchboard
+from actors.transfer.transport import Ranges, TransferError
+from tests.inprocess import InProcess
+from tests.pools import Lost, Pools
+
+FAULTS = (
+    "none",
+    "refused",
+    "lost before it was asked",
+    "lost after it was asked",
+    "lost after the first token",
+    "an event comes twice",
+    "an error comes before the ticket is out",
+    "an error comes late",
+    "cancelled at once",
+    "cancelled before the ticket is out",
+    "cancelled at the ticket",
+    "cancelled twice at the ticket",
+    "cancelled at the ticket, then an error",
+    "cancelled at the first token",
+    "cancelled at the second token",
+    "prefill cancelled at once",
+    "prefill cancelled while it computes",
+    "prefill cancelled at the first token",
+    "prefill cancelled twice while a write hangs",
+    "prefill cancelled when all was sent",
+    "a write cannot be begun",
+    "a write is lost",
+    "a write never ends",
+    "greetings of another model",
+    "a short deadline",
+)
+CANCELLED = tuple(fault for fault in FAULTS if fault.startswith("cancelled"))
+
+Hit = tuple[str, str, str]
+"""Which book, the state in it, and whose fault met it: ``decode`` wants the tokens, ``prefill`` computes the prompt."""
+
+STATES: set[Hit] = {
+    (book, stage.name, side)
+    for book, stages in (("reservation", reservations.Stage), ("outgoing", outgoing.Stage))
+    for stage in stages
+    for side in ("decode", "prefill")
+}
+
+
+class Stuck:
+    """A write that never ends."""
+
+    def is_done(self) -> bool:
+        return False
+
+
+class Torn:
+    """A write that breaks off."""
+
+    def is_done(self) -> bool:
+        raise TransferError("it broke off")
+
+
+class FaultyTransport(LocalTransport):
+    """Writes as the fault in a ticket's name wants it, on its way from the prefill side."""
+
+    def __init__(self, board: Switchboard, name: str) -> None:
+        super().__init__(board, name)
+
+    def write(self, peer: str, ranges: Ranges, tag: bytes) -> LocalTransfer | Stuck | Torn:
+        fault = fault_of(msgpack.unpackb(tag)["name"])
+        if fault == "a write cannot be begun":
+            raise TransferError("it cannot be begun")
+        if fault == "a write is lost":
+            return Torn()
+        hangs = fault in ("a write never ends", "prefill cancelled twice while a write hangs")
+        return Stuck() if hangs else super().write(peer, ranges, tag)
+
+
+def fault_of(name: str) -> str:
+    """Requests are called ``7:fault``, tickets ``7:fault~7``."""
+    return name.split(":")[1].split("~")[0]
+
+
+class Injector:
+    """Stands between the two sides, and counts in `hits` which states faults met when a book heard of them."""
+
+    def __init__(self, both: Pools) -> None:
+        self.hits = Counter[Hit]()
+        self._decode, self._prefill = both.decode.engine, both.prefill.engine
+        self._tokens, self._tickets = Counter[str](), dict[str, str]()
+        self._made, self._out = dict[str, Reservation](), dict[str, Outgoing]()
+        both.asked, both.told, both.heard = self.asked, self.told, self.heard
+        self._watch_decode(_scheduler(both.decode))
+        self._watch_prefill(_scheduler(both.prefill))
+        self._submit, self._prefill.submit = self._prefill.submit, self.submit
+
+    def heard(self, event: TokenEvent) -> None:
+        name, fault, cancel = event.request_id, fault_of(event.request_id), self._decode.cancel
+        self._tokens[name] += len(event.tokens)
+        if event.ticket is not None:
+            self._tickets[name] = event.ticket.ticket_id
+            if fault.startswith(("cancelled at the ticket", "cancelled twice at the ticket")):
+                cancel(name)
+            if fault == "cancelled twice at the ticket":
+                cancel(name)
+        places = {"cancelled at the first token": 1, "cancelled at the second token": 2}
+        if event.tokens and self._tokens[name] == places.get(fault):
+            cancel(name)
+        if fault == "an error comes late" and self._tokens[name] == 2 and name in self._tickets:
+            self._decode.take(_error(self._tickets[name]))
+
+    def asked(self, request: GenerateRequest) -> None:
+        fault = fault_of(request.request_id)
+        if fault == "refused":
+            raise EngineBusy("requests", 5, 5)
+        if fault == "lost before it was asked":
+            raise Lost("it died")
+
+    def told(self, event: TokenEvent) -> TokenEvent | None:
+        name, fault = event.request_id, fault_of(event.request_id)
+        if fault == "lost after it was asked" or (fault == "lost after the first token" and event.finish):
+            return None
+        if fault == "cancelled at the ticket, then an error":
+            return _error(name) if event.tokens else None
+        if fault == "an event comes twice":
+            self._decode.take(event)
+            if event.finish:
+                self._note("outgoing", self._out.get(name), "prefill")
+        if event.tokens and fault in ("prefill cancelled at the first token", "prefill cancelled twice while a write hangs"):
+            self._prefill.cancel(name)
+            if "twice" in fault:
+                self._prefill.cancel(name)
+        if event.finish and fault == "prefill cancelled when all was sent":
+            self._prefill.cancel(name)
+        return event
+
+    def submit(self, item: GenerateRequest, deliver: Callable[[TokenEvent], None]) -> None:
+        """The prefill engine's, to which some tickets come as from ranks of another model."""
+        fault, ticket = fault_of(item.request_id), item.ticket
+        if ticket is not None and fault == "greetings of another model":
+            readers = [KVReader(world_rank=each.world_rank, greeting=_other(each.greeting)) for each in ticket.readers]
+            item = item.model_copy(update={"ticket": ticket.model_copy(update={"readers": readers})})
+        self._submit(item, deliver)
+        if ticket is not None and fault == "prefill cancelled at once":
+            self._prefill.cancel(item.request_id)
+
+    def _watch_decode(self, scheduler: Scheduler) -> None:
+        book = scheduler.reservations
+        reserve, expired, cancel, take = book.reserve, book.expired, scheduler.cancel, scheduler.take
+        seen = Counter[str]()
+
+        def reserved(sequence: Sequence, now: float) -> None:
+            reserve(sequence, now)
+            made, name = book.of(sequence), sequence.request.request_id
+            self._made[name] = self._made[made.ticket_id] = made
+            if fault_of(name) == "cancelled before the ticket is out":
+                self._decode.cancel(name)
+            if fault_of(name) == "an error comes before the ticket is out":
+                self._decode.take(_error(made.ticket_id))
+
+        def late(now: float) -> list[Reservation]:
+            found = expired(now)
+            for made in found:
+                self._note("reservation", made, "prefill")
+            return found
+
+        def cancelled(name: str) -> TokenEvent | None:
+            self._note("reservation", self._made.get(name), "decode")
+            return cancel(name)
+
+        def taken(event: TokenEvent) -> list[TokenEvent]:
+            seen[repr(event)] += 1
+            if event.finish not in (None, "handoff") or seen[repr(event)] > 1:
+                self._note("reservation", self._made.get(event.request_id), "prefill")
+            return take(event)
+
+        _replace(book, reserve=reserved, expired=late)
+        _replace(scheduler, cancel=cancelled, take=taken)
+
+    def _watch_prefill(self, scheduler: Scheduler) -> None:
+        book = scheduler.outgoing
+        begin, hear, cancel = book.begin, book.hear, scheduler.cancel
+
+        def begun(sequence: Sequence, ticket: KVTicket, now: float) -> None:
+            begin(sequence, ticket, now)
+            self._out[ticket.ticket_id] = book._open[ticket.ticket_id]
+            if fault_of(ticket.ticket_id) == "prefill cancelled while it computes":
+                self._prefill.cancel(ticket.ticket_id)
+
+        def heard(report: KVReport) -> Any:
+            for sent in report.sent:
+                if sent.error is not None:
+                    self._note("outgoing", self._out.get(sent.ticket_id), "prefill")
+            return hear(report)
+
+        def cancelled(name: str) -> TokenEvent | None:
+            self._note("outgoing", self._out.get(name), "decode")
+            return cancel(name)
+
+        _replace(book, begin=begun, hear=heard)
+        _replace(scheduler, cancel=cancelled)
+
+    def _note(self, book: str, found: Reservation | Outgoing | None, side: str) -> None:
+        if found is not None:
+            self.hits[book, found.stage.name, side] += 1
+
+
+def _scheduler(side: InProcess) -> Scheduler:
+    return side.engine._loop._scheduler
+
+
+def _replace(owner: object, **methods: object) -> None:
+    for name, method in methods.items():
+        setattr(owner, name, method)
+
+
+def _error(ticket_id: str) -> TokenEvent:
+    return TokenEvent(request_id=ticket_id, finish="error", error="it died")
+
+
+def _other(greeting: bytes) -> bytes:
+    said = msgpack.unpackb(greeting)
+    said["compatibility"]["model_digest"] = "b" * 64
+    return msgpack.packb(said)
