@@ -65,14 +65,14 @@ class Service:
 _FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
 
 
-def layouts(args: ServeArgs) -> list[Layout]:
-    """Those of all pools. Raises `LayoutError`."""
-    return [Layout.parse(each.layout) for each in _each(args).values()]
+def layouts(args: ServeArgs) -> dict[str, Layout]:
+    """Those of all pools, by deployment. Raises `LayoutError`."""
+    return {name: Layout.parse(each.layout) for name, each in _each(args).items()}
 
 
 def devices(args: ServeArgs) -> int:
     """Ranks of all replicas. Raises `LayoutError`."""
-    return sum(layout.devices for layout in layouts(args))
+    return sum(layout.devices for layout in layouts(args).values())
 
 
 def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> Service:

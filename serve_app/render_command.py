@@ -19,7 +19,7 @@ from placement.fleet import Machine, fleet
 from placement.handoff import Side, holdings
 from placement.layout import Layout, LayoutError, require
 from serve_app.catalog import resolve
-from serve_app.names import APP_NAME, ENGINE, INGRESS, PREFILL
+from serve_app.names import APP_NAME, INGRESS, POOL_OF
 from serve_app.pools import layouts as layouts_of
 from serve_app.settings import Bytes, ServeArgs
 
@@ -29,9 +29,9 @@ Files = dict[str, list[dict[str, Any]]]
 
 
 class RenderArgs(BaseModel):
-    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill` and
-    `decode` are pools, in place of `layout`, as in `ServeArgs`; `prefill_machine` and `decode_machine` say in what the machines
-    of one differ, as in ``slots=4,memory=512GiB`` (kuberay).
+    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill`,
+    `decode` and `mixed` are pools, in place of `layout`, as in `ServeArgs`; `prefill_machine` and its like say in what the
+    machines of one differ, as in ``slots=4,memory=512GiB`` (kuberay).
 
     `spare`: machines that stay free, for an upgrade (kuberay).
     """
@@ -42,6 +42,7 @@ class RenderArgs(BaseModel):
     layout: str = ""
     prefill: str = ""
     decode: str = ""
+    mixed: str = ""
     target: Literal["ray-up", "kuberay", "serve"]
     name: str = APP_NAME
     model_path: str | None = None
@@ -52,6 +53,7 @@ class RenderArgs(BaseModel):
     accelerator: str | None = None
     prefill_machine: str = ""
     decode_machine: str = ""
+    mixed_machine: str = ""
     image: str = "shardwright:latest"
     spare: int = Field(default=0, ge=0)
     gateway_class: str | None = None
@@ -84,9 +86,9 @@ def render(args: RenderArgs) -> Files:
     """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
     layouts = _layouts(args)
     spec = checkpoint_header.read(resolve(args.model, header_only=True).path)
-    for layout in layouts:
+    for layout in layouts.values():
         require(layout, spec)  # before the machines: they are counted for a layout that can be
-        if len(layouts) > 1:
+        if _in_pools(args):
             holdings(spec, Side(layout))  # raises where the model's KV cannot be handed over
     deployment = deployment_of(args)
     for pool in deployment.pools:
@@ -96,28 +98,30 @@ def render(args: RenderArgs) -> Files:
 
 def deployment_of(args: RenderArgs) -> Deployment:
     """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
-    layouts, arguments, machines = _layouts(args), {"layout": ENGINE}, [_machine(args)]
-    if len(layouts) > 1:
-        arguments = {"decode": ENGINE, "prefill": PREFILL}
-        machines = [_other(args, pool) for pool in arguments]
-    elif args.prefill_machine or args.decode_machine:
-        raise LayoutError("machines of one pool are those of --slots, --cpus, --memory and --accelerator")
+    layouts = _layouts(args)
+    arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
+    machines = {name: _machine_of(args, argument) for name, argument in arguments.items()}
     _check_machines(args, machines)
     return Deployment(
         name=args.name,
         model=args.model_path or args.model,
         pools=tuple(
-            Pool(name=name, argument=argument, layout=layout, fleet=fleet(layout, machine))
-            for (argument, name), layout, machine in zip(arguments.items(), layouts, machines, strict=True)
+            Pool(name=name, argument=arguments[name], layout=layout, fleet=fleet(layout, machines[name]))
+            for name, layout in layouts.items()
         ),
         import_path=IMPORT_PATH,
         ingress=INGRESS,
     )
 
 
-def _layouts(args: RenderArgs) -> list[Layout]:
-    """The layout, or those of the decode and the prefill pool."""
-    return layouts_of(ServeArgs(model=args.model, layout=args.layout, prefill=args.prefill, decode=args.decode))
+def _layouts(args: RenderArgs) -> dict[str, Layout]:
+    """The layout, or those of the pools, by deployment."""
+    pools = {"prefill": args.prefill, "decode": args.decode, "mixed": args.mixed}
+    return layouts_of(ServeArgs(model=args.model, layout=args.layout, **pools))
+
+
+def _in_pools(args: RenderArgs) -> bool:
+    return bool(args.prefill or args.decode or args.mixed)
 
 
 def _machine(args: RenderArgs) -> Machine:
@@ -130,9 +134,9 @@ def _machine(args: RenderArgs) -> Machine:
     )
 
 
-def _other(args: RenderArgs, pool: str) -> Machine:
+def _machine_of(args: RenderArgs, pool: str) -> Machine:
     """The machine of a pool: the usual one, but for what is said of it. Raises `LayoutError`, for values `ValidationError`."""
-    text = {"prefill": args.prefill_machine, "decode": args.decode_machine}[pool]
+    text = _unlike(args).get(pool, "")
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     asked = {name.strip(): value.strip() for name, _, value in pairs}
     if not asked.keys() <= set(_OF_A_MACHINE):
@@ -140,18 +144,27 @@ def _other(args: RenderArgs, pool: str) -> Machine:
     return _machine(RenderArgs.model_validate({**args.model_dump(), **asked}))
 
 
-def _check_machines(args: RenderArgs, machines: list[Machine]) -> None:
+def _unlike(args: RenderArgs) -> dict[str, str]:
+    """What is said of machines of one pool."""
+    texts = {"prefill": args.prefill_machine, "decode": args.decode_machine, "mixed": args.mixed_machine}
+    return {pool: text for pool, text in texts.items() if text}
+
+
+def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
     """Raise `LayoutError` for machines that pools cannot have."""
-    for machine in machines if len(machines) > 1 else ():
+    nobodys = [f"--{pool}-machine" for pool in _unlike(args) if not getattr(args, pool)]
+    if nobodys:
+        raise LayoutError(f"{' and '.join(nobodys)} is of a pool that there is not; --slots and the like are of all machines")
+    for machine in machines.values() if _in_pools(args) else ():
         machine.require_room_for_transfers()
-    if len(set(machines)) == 1:
+    if len(set(machines.values())) == 1:
         return
     if args.target == "ray-up":
-        sizes = " and ".join(str(machine.slots) for machine in machines)
+        sizes = " and ".join(str(machine.slots) for machine in machines.values())
         raise LayoutError(f"ray up starts all workers alike, but the pools' machines differ ({sizes} slots, ...): use kuberay")
     if args.spare:
         raise LayoutError(
-            f"--spare {args.spare} counts machines of one kind, but the pools have two, and an upgrade needs both"
+            f"--spare {args.spare} counts machines of one kind, but the pools have more, and an upgrade needs all"
         )
 
 

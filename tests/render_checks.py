@@ -14,7 +14,7 @@ from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicati
 
 from cluster.topology import POOL_LABEL, POOLS
 from placement.fleet import TRANSFER_BYTES
-from serve_app.names import ENGINE, POOL_OF, PREFILL
+from serve_app.names import POOL_OF
 from serve_app.pools import layouts
 from serve_app.settings import parse_args
 from tests.crd_schemas import faults
@@ -105,7 +105,7 @@ def check_our_rules(manifest: dict[str, Any]) -> None:
         size, memory = bytes_of(shm["emptyDir"]["sizeLimit"]), bytes_of(container["resources"]["limits"]["memory"])
         store = int(group["rayStartParams"]["object-store-memory"])
         assert store <= size < memory
-        if "prefill" in args and group is not head:
+        if set(POOLS) & set(args) and group is not head:
             assert size - store >= num_slots(group) * TRANSFER_BYTES, "ranks hand KV over through shared memory too"
         environment = {each["name"]: each["value"] for each in container["env"]}
         assert int(environment["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 300
@@ -140,7 +140,7 @@ def check_serve_file(config: dict[str, Any]) -> None:
     asked = layouts(parse_args(application["args"]))
     found = {each["name"]: each["num_replicas"] for each in application["deployments"]}
     found.pop("Ingress")
-    assert found == {name: layout.replicas for name, layout in zip((ENGINE, PREFILL), asked, strict=False)}
+    assert found == {name: layout.replicas for name, layout in asked.items()}
 
 
 def check_ray_up(config: dict[str, Any]) -> None:

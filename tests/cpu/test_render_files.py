@@ -39,13 +39,16 @@ def deployment(layout: str = "tp=2,pp=2", slots: int = 2, **more: Any) -> Deploy
     return deployment_of(RenderArgs.model_validate(args))
 
 
+KINDS = (("layout",), ("layout",), ("prefill", "decode"), ("prefill", "decode"), ("mixed",), ("prefill", "decode", "mixed"))
+
+
 def draw_pools(draw: random.Random) -> dict[str, str]:
-    """A layout and its replicas, or two of unlike layouts, as arguments of `render`."""
-    pools = [(draw_layout(draw, smollm2()), draw.choice((1, 2, 3))) for _ in range(draw.choice((1, 2)))]
-    if len(pools) == 1:
-        [(layout, replicas)] = pools
+    """A layout and its replicas, or several of unlike layouts, as arguments of `render`."""
+    drawn = {name: (draw_layout(draw, smollm2()), draw.choice((1, 2, 3))) for name in draw.choice(KINDS)}
+    if "layout" in drawn:
+        layout, replicas = drawn["layout"]
         return {"layout": str(layout.model_copy(update={"replicas": replicas}))}
-    return {name: f"{layout}*{replicas}" for name, (layout, replicas) in zip(("prefill", "decode"), pools, strict=True)}
+    return {name: f"{layout}*{replicas}" for name, (layout, replicas) in drawn.items()}
 
 
 def check_seats(made: Deployment) -> None:
@@ -76,7 +79,7 @@ def test_the_manifests_that_ship_are_valid(path: str) -> None:
 def test_manifests_of_random_layouts_are_valid(seed: int) -> None:
     draw = random.Random(seed)
     asked = draw_pools(draw)
-    tp = max(layout.tp for layout in layouts(ServeArgs(**asked)))
+    tp = max(layout.tp for layout in layouts(ServeArgs(**asked)).values())
     slots, kind = tp * draw.choice((1, 2, 4)), draw.choice(("cpu", "cuda"))
     made = deployment(**{"layout": "", **asked}, slots=slots, device=kind, memory="32GiB", cpus=2 * slots)
     cloud = Cloud(image="i", spare=draw.randint(0, 6), gateway_class=draw.choice((None, "gw")))
@@ -94,16 +97,16 @@ def test_manifests_of_random_layouts_are_valid(seed: int) -> None:
         assert pool.layout.check(smollm2(), pool.fleet.cluster) == []
 
 
-def test_both_kinds_are_among_the_random_ones() -> None:
-    kinds = [len(draw_pools(random.Random(seed))) for seed in range(20)]
-    assert min(kinds.count(1), kinds.count(2)) > 5
+def test_every_kind_is_among_the_random_ones() -> None:
+    kinds = [tuple(draw_pools(random.Random(seed))) for seed in range(20)]
+    assert set(kinds) == set(KINDS)
 
 
 @pytest.mark.parametrize("target", ["ray-up", "serve"])
 @pytest.mark.parametrize("seed", range(5))
 def test_ray_files_of_random_layouts_are_valid(seed: int, target: str) -> None:
     asked = draw_pools(random.Random(seed))
-    slots = max(layout.tp for layout in layouts(ServeArgs(**asked)))
+    slots = max(layout.tp for layout in layouts(ServeArgs(**asked)).values())
     machines = deployment(**{"layout": "", **asked}, slots=slots).machines
     workers = [f"10.0.0.{at + 2}" for at in range(machines)]
     args = {"slots": slots, **asked, "target": target, "head": "10.0.0.1", "workers": workers}

@@ -68,6 +68,19 @@ def test_a_pool_may_have_other_machines() -> None:
     assert len(apart.groups) == 2, "one machine has room for both, but is not of both kinds"
 
 
+def test_a_mixed_pool_has_machines_too() -> None:
+    three = deployment_of(args(mixed="pp=2*2", mixed_machine="slots=2"))
+    assert [(group.name, group.pool, group.fleet.machines) for group in three.groups] == [
+        ("decode", "decode", 2),
+        ("mixed", "mixed", 2),
+        ("prefill", "prefill", 2),
+    ]
+    [service] = render(args(prefill="", decode="", mixed="tp=2*4"))["service.yaml"]
+    check_manifest(service)
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["groupName"], group["replicas"]) == ("ranks", 2)
+
+
 def test_what_pools_send_each_other_is_let_through() -> None:
     """UCX listens on ports of the kernel's choice, so no list of ports would do."""
     ranks = next(each for each in render(args())["network.yaml"] if each["metadata"]["name"].endswith("-ranks"))
@@ -89,7 +102,7 @@ def test_what_pools_send_each_other_is_let_through() -> None:
         ({"prefill_machine": "slots=1"}, "tp=2 does not fit inside one machine of 1 slots"),
         ({"prefill_machine": "slots=2", "target": "ray-up"}, r"machines differ \(4 and 2 slots"),
         ({"prefill_machine": "slots=2", "spare": 3}, "--spare 3 counts machines of one kind"),
-        ({"prefill": "", "decode": "", "decode_machine": "slots=8"}, "machines of one pool are those of --slots"),
+        ({"prefill": "", "decode": "", "decode_machine": "slots=8"}, "--decode-machine is of a pool that there is not"),
         ({"target": "ray-up", "head": "h", "workers": ("a", "b", "c")}, r"prefill=tp=2\*4 needs 4 worker machines of 4 slots"),
     ],
 )
