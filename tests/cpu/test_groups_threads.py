@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 import time
 from pathlib import Path
 
@@ -124,29 +123,6 @@ def test_ranks_that_do_different_things_are_told_so() -> None:
 
     with pytest.raises(GroupError, match=r"rank . called .*all_reduce.*this rank"):
         run_ranks(thread_groups(2, "tp"), body)
-
-
-def test_engines_that_start_at_one_instant_meet_only_their_own_ranks() -> None:
-    """Field report: a port looked for first and bound later let workers join the store of another engine."""
-    engines, rounds, start = 4, 3, threading.Barrier(4)
-
-    def engine(name: str) -> list[list[float]]:
-        start.wait()
-        store, port = serve_store(name)
-
-        def rank(group: Group) -> list[float]:
-            own = store if group.rank == 0 else join_store(name, "127.0.0.1", port)
-            gloo = connect_group("gloo", own, name, "tp", [0, 1], group.rank)
-            found = gloo.all_gather(torch.tensor([float(hash(name) % 1000)])).tolist()
-            gloo.close()
-            return found
-
-        return run_ranks(thread_groups(2, "tp"), rank)
-
-    for turn in range(rounds):
-        names = [f"engine{index}.{turn}" for index in range(engines)]
-        found = run_ranks(thread_groups(engines, "engines"), lambda group, names=names: engine(names[group.rank]))
-        assert found == [[[float(hash(name) % 1000)] * 2] * 2 for name in names]
 
 
 def test_a_rank_with_the_address_of_another_engine_is_refused() -> None:
