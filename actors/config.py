@@ -58,9 +58,14 @@ class Place(BaseModel):
     world_rank: int
     node_id: str
     host: str
+    """Address at which other ranks reach it."""
     pid: int
     machine: str = ""
-    """Names the running system: equal for nodes that share one."""
+    """Names the running system and its network: equal for nodes that share both."""
+    name: str = ""
+    """What its machine calls itself."""
+    interface: str = ""
+    """That has the address; empty where nobody says."""
 
 
 class Loaded(BaseModel):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from actors.addresses import interface_of, own_address
 from actors.assembly import load_decoder, put_together
 from actors.config import Loaded, Place, RankConfig, RankStatus, Rendezvous
 from actors.connect import connect
@@ -39,14 +40,17 @@ class Rank:
         self._threads = 1
         self._decoder: Decoder
 
-    def place(self, node_id: str, host: str) -> Place:
-        """Where this process runs."""
+    def place(self, node_id: str, node: str) -> Place:
+        """Where this process runs, on a node that Ray knows by the address or name `node`. Raises `AddressError`."""
+        host = own_address(node, os.environ)
         return Place(
             world_rank=self._config.world_rank,
             node_id=node_id or socket.gethostname(),
             host=host,
             pid=os.getpid(),
-            machine=_boot_id() or socket.gethostname(),
+            machine=f"{_boot_id() or socket.gethostname()} {_network()}",
+            name=socket.gethostname(),
+            interface=interface_of(host),
         )
 
     def serve_store(self, token: str, host: str) -> int:
@@ -103,6 +107,14 @@ def _boot_id() -> str:
     """Names this run of this machine's kernel; empty where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _network() -> str:
+    """Names this process's network, which containers of one machine have one each of; empty where the system does not say."""
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
     except OSError:
         return ""
 

@@ -5,7 +5,6 @@ take seats ──→ make actors ──→ places ──→ rendezvous ──→
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import time
 from collections.abc import Sequence
@@ -24,14 +23,11 @@ from cluster.rank_actor import RankActor
 from cluster.seats import Seats
 from cluster.settings import ReplicaSettings
 from cluster.tiers import tier_settings
+from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
 from placement.memory import BLOCK_TOKENS
 from placement.model_spec import ModelError
 
 _LOOK_EVERY_S = 2.0
-
-
-class LaunchError(RuntimeError):
-    """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,8 @@ def launch(settings: ReplicaSettings, seats: Seats, name: str) -> Ranks:
     actors = tuple(_make(settings, seats, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:
         places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, seats))
-        _check_seats(places, seats)
-        _check_reachable(places)
+        check_seats(places, seats)
+        check_reachable(places)
         port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline, seats)[0]
         rendezvous = Rendezvous(
             token=token,
@@ -69,7 +65,7 @@ def launch(settings: ReplicaSettings, seats: Seats, name: str) -> Ranks:
             hosts=tuple(place.host for place in places),
             store_port=port,
         )
-        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, seats)
+        _connect(actors, rendezvous, places, deadline, seats)
         loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline, seats))
     except BaseException:
         for actor in actors:
@@ -134,6 +130,16 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
     return actor
 
 
+def _connect(
+    actors: Sequence[ActorHandle[Any]], rendezvous: Rendezvous, places: Sequence[Place], deadline: float, seats: Seats
+) -> None:
+    """All ranks join their groups. Raises `LaunchError`, which says where they all are."""
+    try:
+        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, seats)
+    except LaunchError as error:
+        raise LaunchError(f"{error}; ranks: {described(places)}") from error
+
+
 def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, seats: Seats) -> list[Any]:
     """Every result, in rank order; the first failure, a lost seat or the deadline ends the wait. Raises `LaunchError`."""
     waiting, rank_of = list(refs), {ref: rank for rank, ref in enumerate(refs)}
@@ -155,22 +161,3 @@ def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, seats: 
                 raise LaunchError(str(cause)) from error
             raise LaunchError(f"rank {rank_of[ready[0]]} could not {what}: {cause}") from error
     return list(ray.get(list(refs)))
-
-
-def _check_seats(places: Sequence[Place], seats: Seats) -> None:
-    """Every rank runs where its seat is. Raises `LaunchError`."""
-    for place in places:
-        node = seats.node_of(place.world_rank)
-        if place.node_id != node:
-            raise LaunchError(f"rank {place.world_rank} runs on node {place.node_id}, but its seat is on {node}")
-
-
-def _check_reachable(places: Sequence[Place]) -> None:
-    """Nodes that are several raylets of one machine may well talk over its loopback address."""
-    nodes, machines = {place.node_id for place in places}, {place.machine for place in places}
-    for place in places:
-        if len(machines) > 1 and ipaddress.ip_address(place.host).is_loopback:
-            raise LaunchError(
-                f"rank {place.world_rank} reports the loopback address {place.host} while the layout spans "
-                f"{len(nodes)} nodes: start Ray on that node with --node-ip-address, or set GLOO_SOCKET_IFNAME there"
-            )

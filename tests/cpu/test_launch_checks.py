@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, cast
 
 import pytest
 import ray
 
-from actors.config import Place
+from actors.config import Place, RankConfig
+from actors.rank import Rank
 from cluster.discover import discover
-from cluster.launch import LaunchError, _check_reachable, _check_seats
 from cluster.seats import Seats, node_resources
 from cluster.topology import POOL_LABEL
+from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
 from placement.bundles import bundles, impossible
 from placement.layout import Layout
+from tests.specs import DENSE
 
 
 def place(rank: int, node: str, host: str, machine: str) -> Place:
-    return Place(world_rank=rank, node_id=node, host=host, pid=1, machine=machine)
+    return Place(world_rank=rank, node_id=node, host=host, pid=1, machine=machine, name=f"{node}0")
 
 
 def test_a_loopback_address_between_machines_names_the_variable() -> None:
     places = [place(0, "a", "10.0.0.1", "x"), place(1, "b", "127.0.0.1", "y")]
-    with pytest.raises(LaunchError, match=r"rank 1 reports the loopback address 127.0.0.1.*GLOO_SOCKET_IFNAME"):
-        _check_reachable(places)
+    with pytest.raises(LaunchError, match=r"rank 1 on b0 reports the loopback address 127.0.0.1 while.*GLOO_SOCKET_IFNAME"):
+        check_reachable(places)
+
+
+def test_a_node_whose_name_stands_for_the_loopback_address_is_refused_with_the_hint() -> None:
+    config = RankConfig(
+        world_rank=1, layout=Layout(pp=2), spec=DENSE, model_path="", device="cpu", dtype="float32", block_size=16
+    )
+    looked_up = Rank(config).place("b", "localhost")
+    assert (looked_up.host, looked_up.interface, looked_up.name) == ("127.0.0.1", "lo", socket.gethostname())
+    first = place(0, "a", "10.0.0.1", "another machine")
+    with pytest.raises(LaunchError, match=r"127.0.0.1 \(interface lo\) while the layout spans 2 nodes.*GLOO_SOCKET_IFNAME"):
+        check_reachable([first, looked_up])
+    check_reachable([first.model_copy(update={"machine": looked_up.machine}), looked_up])
+    assert described([first, looked_up]).startswith("0 on a0 at 10.0.0.1, 1 on ")
 
 
 def test_nodes_of_one_machine_may_use_its_loopback() -> None:
-    _check_reachable([place(0, "a", "127.0.0.1", "x"), place(1, "b", "127.0.0.1", "x")])
-    _check_reachable([place(0, "a", "10.0.0.1", "x"), place(1, "b", "10.0.0.2", "y")])
+    check_reachable([place(0, "a", "127.0.0.1", "x"), place(1, "b", "127.0.0.1", "x")])
+    check_reachable([place(0, "a", "10.0.0.1", "x"), place(1, "b", "10.0.0.2", "y")])
 
 
 def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +63,6 @@ def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyP
 def test_a_rank_on_another_node_than_its_seat_is_refused() -> None:
     seats = Seats(cast(Any, None), (0, 0, 1), ("a", "b"))
     ranks = [place(rank, node, "10.0.0.1", "x") for rank, node in enumerate("aab")]
-    _check_seats(ranks, seats)
+    check_seats(ranks, seats)
     with pytest.raises(LaunchError, match="rank 2 runs on node a, but its seat is on b"):
-        _check_seats([*ranks[:2], place(2, "a", "10.0.0.1", "x")], seats)
+        check_seats([*ranks[:2], place(2, "a", "10.0.0.1", "x")], seats)
