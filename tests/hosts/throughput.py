@@ -1,9 +1,9 @@
-"""Runs on a host, as a driver of the Ray cluster there: decode throughput of one placement. Prints a line of JSON.
+"""Runs on a host, as a driver of the Ray cluster there: decode throughput of some placements, in turn. Prints a line of JSON.
 
-    python throughput.py ADDRESS MODEL LAYOUT [forced|hold]
+    python throughput.py ADDRESS MODEL ROUNDS LAYOUT...       each LAYOUT, ROUNDS times; of each, the best round counts
+    python throughput.py ADDRESS MODEL hold LAYOUT            prints address and process of each rank, until it is ended
 
-`forced` splits each tp group over both hosts, which the product never does: one bundle on each, two ranks in each bundle.
-`hold` measures nothing: it prints address and process of each rank, and stays until it is ended.
+`split:LAYOUT` splits each tp group over both hosts, which the product never does: one bundle on each, two ranks in each bundle.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import ray
 from ray.util.placement_group import placement_group
@@ -26,26 +29,51 @@ from serve_app.settings import ServeArgs, replica_settings
 
 REQUESTS = 48
 TOKENS = 8
-TURNS = 3
-"""The best counts: others use this machine too."""
+TURNS = 2
+"""Of a round; the best counts: others use this machine too."""
+SPLIT = "split:"
 
 
-def main(address: str, model: str, layout: str, how: str = "") -> None:
-    """Start the replicas, warm them up, and time the same requests, dealt over them."""
+def main(address: str, model: str, how: str, *layouts: str) -> None:
+    """Measure the layouts, or hold the only one."""
     local.connect(address)
-    args = ServeArgs(model=model, layout=layout, dtype="float32", threads_per_rank=1, max_model_len=512, kv_bytes=2**28)
-    settings = replica_settings(args, "cpu").model_copy(update={"environment": shared_variables(os.environ)})
-    if how == "forced":
-        seats.take = split_seats  # type: ignore[assignment]
-    replicas = [Replica(settings, f"bench{index}") for index in range(settings.layout.replicas)]
     if how == "hold":
-        print(json.dumps([(place.host, place.pid) for place in replicas[0]._ranks.places]), flush=True)
-        threading.Event().wait()
-    generate(replicas, "warm", 4)
-    seconds = min(timed(replicas, str(turn)) for turn in range(TURNS))
-    print(json.dumps({"layout": layout, "how": how, "tokens_per_s": REQUESTS * TOKENS / seconds}), flush=True)
-    for replica in replicas:
-        replica.close()
+        with running(model, layouts[0]) as [replica]:
+            print(json.dumps([(place.host, place.pid) for place in replica._ranks.places]), flush=True)
+            threading.Event().wait()
+    rounds = [[measured(model, layout) for layout in layouts] for _ in range(int(how))]
+    print(json.dumps([best(of_layout) for of_layout in zip(*rounds, strict=True)]), flush=True)
+
+
+def best(rounds: Sequence[dict[str, object]]) -> dict[str, object]:
+    """The fastest round of a layout, with the speeds of all."""
+    speeds = [each["tokens_per_s"] for each in rounds]
+    return {**max(rounds, key=lambda each: float(str(each["tokens_per_s"]))), "rounds": speeds}
+
+
+def measured(model: str, layout: str) -> dict[str, object]:
+    """Where the ranks of each replica are, and the tokens a second of all replicas together."""
+    with running(model, layout) as replicas:
+        hosts = [[place.host for place in replica._ranks.places] for replica in replicas]
+        generate(replicas, "warm", 2)
+        seconds = min(timed(replicas, str(turn)) for turn in range(TURNS))
+        return {"layout": layout, "hosts": hosts, "tokens_per_s": REQUESTS * TOKENS / seconds}
+
+
+@contextmanager
+def running(model: str, layout: str) -> Iterator[list[Replica]]:
+    """The replicas of a layout, for the length of a block."""
+    whole = layout.removeprefix(SPLIT)
+    args = ServeArgs(model=model, layout=whole, dtype="float32", threads_per_rank=1, max_model_len=64, kv_bytes=2**26)
+    settings = replica_settings(args, "cpu").model_copy(update={"environment": shared_variables(os.environ)})
+    take = seats.take if whole == layout else split_seats
+    with patch.object(seats, "take", take):
+        replicas = [Replica(settings, f"bench{index}") for index in range(settings.layout.replicas)]
+    try:
+        yield replicas
+    finally:
+        for replica in replicas:
+            replica.close()
 
 
 def timed(replicas: list[Replica], name: str) -> float:
@@ -56,7 +84,7 @@ def timed(replicas: list[Replica], name: str) -> float:
 
 
 def generate(replicas: list[Replica], name: str, tokens: int) -> None:
-    """All requests at once, to their ends."""
+    """All requests at once, to their ends. A prompt is one token, so that every step is one of decoding."""
     left = threading.Semaphore(0)
     errors: list[str] = []
 
@@ -66,12 +94,8 @@ def generate(replicas: list[Replica], name: str, tokens: int) -> None:
             left.release()
 
     for index in range(REQUESTS):
-        request = GenerateRequest(
-            request_id=f"{name}{index}",
-            prompt=[index + 5, 9, 42],
-            max_tokens=tokens,
-            sampling=SamplingParams(temperature=0),
-        )
+        sampling = SamplingParams(temperature=0)
+        request = GenerateRequest(request_id=f"{name}{index}", prompt=[index + 5], max_tokens=tokens, sampling=sampling)
         replicas[index % len(replicas)].engine.submit(request, deliver)
     for _ in range(REQUESTS):
         assert left.acquire(timeout=240), "a request did not end"
