@@ -11,7 +11,6 @@ decided by `placement.seating`, from what is free, and asked for by node id.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,29 +18,26 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from actors.config import Device
 from cluster.discover import available, discover
 from cluster.local import NAMESPACE
 from cluster.settings import ReplicaSettings
 from cluster.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
-from placement.bundles import Bundle, bundle_of, bundles, impossible
+from cluster.waiting import SeatError, Wait
+from placement.bundles import Bundle, bundle_of, bundles, counted, impossible
 from placement.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.hardware import ClusterSpec
+from placement.layout import Layout
 from placement.seating import Seating, seat
 from placement.step_shape import StepShape
 
 log = logging.getLogger("shardwright.seats")
 
 NODE_ID = "ray.io/node-id"
-_REPORT_EVERY_S = 5.0
-_LOOK_EVERY_S = 0.5
 _LOST_NODES_S = 24 * 3600.0
 """A replica that had seats waits so long for the nodes to come back."""
 _RESERVE_S = 3.0
 """Seats that are free are reserved in milliseconds; if not, somebody else has them."""
-
-
-class SeatError(RuntimeError):
-    """The cluster cannot seat a replica, or did not in time. Says which bundle, which resource, and what there is."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
     `SeatError`.
     """
     wanted, again = bundles(settings.layout, settings.device), _had_seats(settings)
-    wait = _Wait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
+    wait = Wait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
     demand: PlacementGroup | None = None
     try:
         while True:
@@ -86,13 +82,14 @@ def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
                 if found is not None:
                     _remember(settings)
                     return found
-                wait.a_little(f"no free seats for {wanted}: the cluster is busy")
+                wait.a_little(f"no free seats for {counted(wanted)}: the cluster is busy")
             elif again or settings.nodes_wait_s:
                 demand = demand or _demand(settings, wanted)
                 wait.a_little(f"nodes are missing: {reason}")
             else:
                 raise SeatError(reason)
     finally:
+        wait.close()
         if demand is not None:
             remove_placement_group(demand)
 
@@ -103,27 +100,14 @@ def node_resources(pool: str = "") -> dict[str, dict[str, float]]:
     return {f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in nodes}
 
 
+def none_at_all(device: Device) -> str | None:
+    """Why no rank of any layout could ever sit on the live nodes; None where one could."""
+    return impossible(bundles(Layout(), device), node_resources())
+
+
 def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
     """The bundle of each rank, in world-rank order."""
     return tuple(bundle_of(settings.layout, rank) for rank in range(settings.layout.world))
-
-
-class _Wait:
-    """Looks again and again until a deadline, and says so now and then."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._began, self._timeout_s = time.monotonic(), timeout_s
-        self._reported_at = self._began
-
-    def a_little(self, why: str) -> None:
-        """Raises `SeatError` when the time is up."""
-        now = time.monotonic()
-        if now - self._began > self._timeout_s:
-            raise SeatError(f"{why} (waited {now - self._began:.0f} s)")
-        if now - self._reported_at > _REPORT_EVERY_S:
-            log.warning("waiting, %.0f of %.0f s: %s", now - self._began, self._timeout_s, why)
-            self._reported_at = now
-        time.sleep(_LOOK_EVERY_S)
 
 
 def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> Seats | None:

@@ -33,6 +33,11 @@ def bundle_of(layout: Layout, world_rank: int) -> int:
     return world_rank // layout.tp
 
 
+def counted(wanted: Sequence[Mapping[str, float]]) -> str:
+    """Bundles that are all alike, as ours are: ``2 bundles of 4 CPU``."""
+    return f"{len(wanted)} bundle{'' if len(wanted) == 1 else 's'} of {_text(wanted[0])}"
+
+
 def impossible(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
     """Why these bundles can never be placed together, or None if the nodes are large enough once they are idle.
 

@@ -26,8 +26,9 @@ from cluster import topology
 from cluster.discover import best_device, discover
 from cluster.replica import Replica
 from cluster.roles import DutyReport, Role
-from cluster.seats import NODE_ID
+from cluster.seats import NODE_ID, none_at_all
 from cluster.settings import ReplicaSettings, shared_variables
+from cluster.waiting import SeatError
 from placement import checkpoint_header
 from placement.seating import seat_all
 from serve_app.catalog import resolve
@@ -90,8 +91,12 @@ class Ingress:
 
 
 def settings_in_cluster(args: ServeArgs) -> Service:
-    """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError` or `LayoutError`."""
+    """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError`, `LayoutError`, or
+    `SeatError` where no node has what a rank needs."""
     device = args.device if args.device != "auto" else best_device()
+    reason = None if args.nodes_wait_s else none_at_all(device)
+    if reason is not None:
+        raise SeatError(reason)
     found = service(args, device, None if args.nodes_wait_s else discover(device))
     if not found.in_pools:
         return found

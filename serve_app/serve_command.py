@@ -128,12 +128,11 @@ def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Non
     from serve_app.app import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
+    app = application(args)  # what the cluster cannot do is refused before Serve is started on it, which stays
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
-    target = RunTarget(
-        target=application(args), name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING")
-    )
+    target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     with _progress() as show:
         _wait_until_running(stop, show)
@@ -170,20 +169,29 @@ def _status() -> ApplicationStatusOverview | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[], None]]:
-    """A function that draws how far each rank's loading is; rank actors are found by name."""
+    """A function that draws how far each rank's loading is, and tells what replicas wait for; ranks are found by name."""
     from ray.exceptions import RayError
 
     from actors.config import RankStatus
     from cluster.launch import rank_statuses
+    from cluster.waiting import waits
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, TaskID] = {}
         statuses: dict[str, RankStatus] = {}
+        told: set[str] = set()
+        with suppress(RayError):  # what those before have left
+            told.update(waits())
 
         def show() -> None:
+            lines: list[str] = []
             with suppress(RayError):  # a cluster too busy to tell is no reason to fail
                 statuses.update(rank_statuses())
+                lines = [line for line in waits() if line not in told]
+            told.update(lines)
+            for line in lines:
+                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             for name, status in statuses.items():
                 if name not in tasks:
                     tasks[name] = progress.add_task(name, total=None)

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,18 +16,20 @@ import pytest
 
 from actors.transfer.nixl_transport import is_installed
 from placement.hardware import ClusterSpec
-from tests.ray.server import Server, environment, kill, run, serving, wait_until
+from tests.ray.server import READY_S, Server, environment, finish, kill, ready, run, serving, start, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
 SOON_S = 30
 OPEN = {"RAY_AUTH_MODE": "disabled"}
+BUSY = "of 600 s: no free seats for 2 bundles of 2 CPU: the cluster is busy"
 
 SEATS = """
 import threading, time
 from cluster.local import Shape, connect, disconnect
-from cluster.seats import SeatError, take
+from cluster.seats import take
 from cluster.settings import ReplicaSettings
+from cluster.waiting import SeatError
 from placement import checkpoint_header
 from placement.layout import Layout
 from pathlib import Path
@@ -44,14 +46,15 @@ def refused(settings):
     except SeatError as error:
         return f"{{time.monotonic() - began:.1f}}|{{error}}"
 
-cluster = connect(shape=Shape(2, 2))
-print("impossible|" + refused(asked("tp=3")))
-print("missing|" + refused(asked("tp=3", nodes_wait_s=2, start_timeout_s=1)))
-first = take(asked("tp=2,pp=2"))
+cluster = connect(shape=Shape(2, 1))
+print("impossible|" + refused(asked("tp=2")))
+print("no GPU|" + refused(asked("tp=1", device="cuda")))
+print("missing|" + refused(asked("tp=2", nodes_wait_s=2, start_timeout_s=1)))
+first = take(asked("pp=2"))
 print("apart|" + str(len(set(first.nodes))) + "|" + str(first.are_whole()))
-print("busy|" + refused(asked("tp=2", start_timeout_s=2)))
+print("busy|" + refused(asked("tp=1", start_timeout_s=2)))
 threading.Timer(2, first.free).start()
-second = take(asked("tp=2,pp=2", start_timeout_s=30))
+second = take(asked("pp=2", start_timeout_s=30))
 print("freed|" + str(second.bundle_of_rank))
 disconnect(cluster)
 """
@@ -70,6 +73,17 @@ for index in range(2):
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
+"""
+
+ONE_SLOT = """
+import sys
+import ray
+from ray.util.placement_group import placement_group
+
+ray.init(sys.argv[1], logging_level="error", log_to_driver=False)
+ray.get(placement_group([{"CPU": 1}]).ready())
+print("taken", flush=True)
+sys.stdin.read()
 """
 
 
@@ -124,14 +138,16 @@ def test_impossible_is_told_at_once_and_busy_waits() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     told = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
     assert float(told["impossible"][0]) < 2
-    assert "3 CPU" in told["impossible"][1]
-    assert "has 2 CPU" in told["impossible"][1]
+    assert "asks for 2 CPU" in told["impossible"][1]
+    assert "has 1 CPU" in told["impossible"][1]
+    assert float(told["no GPU"][0]) < 2
+    assert "no node has the resource GPU. Resource names seen: CPU, memory, object_store_memory" in told["no GPU"][1]
     assert 2 <= float(told["missing"][0]) < 10
     assert "nodes are missing" in told["missing"][1]
     assert told["apart"] == ["2", "True"]
     assert 2 <= float(told["busy"][0]) < 10
-    assert "the cluster is busy" in told["busy"][1]
-    assert told["freed"] == ["(0, 0, 1, 1)"]
+    assert "no free seats for 1 bundle of 1 CPU: the cluster is busy" in told["busy"][1]
+    assert told["freed"] == ["(0, 1)"]
 
 
 def test_engines_that_start_together_do_not_meet() -> None:
@@ -150,14 +166,28 @@ def test_engines_that_start_together_do_not_meet() -> None:
         assert server.ranks() == again, "no second try"
 
 
-def test_a_layout_that_must_cross_a_slow_link_says_so_where_it_is_served() -> None:
-    """Two racks, on a cluster that is there before the command and after it."""
+def test_serve_waits_for_a_busy_cluster_and_tells_which_slow_link_the_layout_crosses(tmp_path: Path) -> None:
+    """Two racks, on a cluster that is there before the command and after it; somebody else has one slot."""
+    model = str(tiny("llama3").folder)
     with racks() as address:
-        with serving(str(tiny("llama3").folder), "--layout", "tp=2,pp=2", *address, env=OPEN) as server:
-            told = server.log.read_text()
-            assert re.search(r"stage boundary \(pp\) crosses (n0 -> n1|n1 -> n0)", told), told
-            assert "slow link, assumed 10 Gbit/s" in told
-        refused = run("serve", str(tiny("llama3").folder), "--layout", "tp=4", *address, env=OPEN)
+        no_gpu = run("serve", model, "--device", "cuda", *address, env=OPEN)
+        assert no_gpu.returncode == 2
+        assert "no node has the resource GPU. Resource names seen: CPU, memory, object_store_memory" in no_gpu.stderr
+        with one_slot_taken(address[1]) as free:
+            server = start(model, "--layout", "tp=2,pp=2", *address, env=OPEN, log=tmp_path / "log")
+            try:
+                wait_until(lambda: BUSY in server.log.read_text(), READY_S, server.log.read_text)
+                assert server.health() != 200
+                assert server.process.poll() is None
+                free()
+                wait_until(lambda: ready(server), READY_S, server.log.read_text)
+                told = server.log.read_text()
+                assert re.search(r"stage boundary \(pp\) crosses (n0 -> n1|n1 -> n0)", told), told
+                assert "slow link, assumed 10 Gbit/s" in told
+                finish(server)
+            finally:
+                kill(server.process, server.mark)
+        refused = run("serve", model, "--layout", "tp=4", *address, env=OPEN)
         assert refused.returncode == 2
         assert "tp=4 does not fit inside one node: the largest, n0, has 2 slots" in refused.stderr
         idle = run("status", *address, env=OPEN)
@@ -192,6 +222,20 @@ def racks(*pools: str) -> Iterator[list[str]]:
         yield ["--address", process.stdout.readline().strip()]
         process.stdin.close()
         process.wait(60)
+    finally:
+        kill(process, mark)
+
+
+@contextmanager
+def one_slot_taken(address: str) -> Iterator[Callable[[], object]]:
+    """Somebody else's program on the cluster, which has a slot until it is told to end."""
+    mark, line = secrets.token_hex(8), [sys.executable, "-c", ONE_SLOT, address]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(mark, OPEN))
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        yield process.stdin.close
     finally:
         kill(process, mark)
 

@@ -1,0 +1,57 @@
+"""A replica that waits for seats looks again and again, and says so: in its log, and to the command that started it.
+
+What it says goes through Ray's own key-value store, which is there before any replica runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+
+from cluster.local import NAMESPACE
+
+log = logging.getLogger("shardwright.seats")
+
+_REPORT_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.5
+_KEY = b"waiting-"
+_WHERE = NAMESPACE.encode()
+
+
+class SeatError(RuntimeError):
+    """The cluster cannot seat a replica, or did not in time. Says which bundle, which resource, and what there is."""
+
+
+class Wait:
+    """Looks until a deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._began, self._timeout_s = time.monotonic(), timeout_s
+        self._reported_at = self._began
+        self._key = _KEY + secrets.token_hex(8).encode()
+
+    def a_little(self, why: str) -> None:
+        """Raises `SeatError` when the time is up."""
+        now = time.monotonic()
+        if now - self._began > self._timeout_s:
+            raise SeatError(f"{why} (waited {now - self._began:.0f} s)")
+        if now - self._reported_at > _REPORT_EVERY_S:
+            line = f"waiting for seats, {now - self._began:.0f} of {self._timeout_s:.0f} s: {why}"
+            log.warning("%s", line)
+            _internal_kv_put(self._key, line.encode(), namespace=_WHERE)
+            self._reported_at = now
+        time.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Nobody waits here any more."""
+        if self._reported_at > self._began:
+            _internal_kv_del(self._key, namespace=_WHERE)
+
+
+def waits() -> list[str]:
+    """What the waiting replicas of the connected cluster have said last; those too that were ended while they waited."""
+    said = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
+    return [line.decode() for line in said if line]
