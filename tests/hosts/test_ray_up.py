@@ -98,7 +98,7 @@ def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) 
         assert sorted(replica["node"] for replica in replicas(cluster)) == sorted(before.values())
 
 
-def test_a_deployed_file_serves_on_every_worker_and_outlives_its_controller(cluster: UpCluster) -> None:
+def test_a_deployed_file_serves_on_every_worker_and_outlives_its_controller_and_a_proxy(cluster: UpCluster) -> None:
     """The Serve file of the KubeRay target, with which the head is not needed for answers."""
     model = str(tiny("llama3", max_position_embeddings=2**16).folder)
     with cluster.deployed(serve_file(model, "tp=2,replicas=2")):
@@ -108,7 +108,7 @@ def test_a_deployed_file_serves_on_every_worker_and_outlives_its_controller(clus
                 lambda url=url: healthy(url), 120, lambda url=url: f"{url} is not healthy: {cluster.shardwright('status')}"
             )
         assert [each["state"] for each in replicas(cluster)] == ["RUNNING"] * 2
-        before = {each["id"] for each in replicas(cluster)}
+        before, first = {each["id"] for each in replicas(cluster)}, controller(cluster)
         streams = [Stream(url, body([index, 8], 400)) for index in range(25) for url in urls]
         for stream in streams:
             stream.wait_for(1)
@@ -121,6 +121,10 @@ def test_a_deployed_file_serves_on_every_worker_and_outlives_its_controller(clus
         for url in urls:
             wait_until(lambda url=url: healthy(url), 60, lambda url=url: f"{url} does not come back")
         wait_until(lambda: {each["id"] for each in replicas(cluster)} == before, 60, lambda: json.dumps(replicas(cluster)))
+        assert controller(cluster) != first, "it has returned, as another process"
+        for url in urls:
+            answer = httpx.post(f"{url}/v1/completions", json=body([1, 8], 4), timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
 
 
 def test_down_ends_the_head(cluster: UpCluster) -> None:
@@ -153,6 +157,11 @@ def replicas(cluster: UpCluster, deployment: str = "Engine") -> list[dict[str, A
     deployments = json.loads(told)["deployments"]
     found: list[dict[str, Any]] = next(each for each in deployments if each["name"] == deployment)["replicas"]
     return found
+
+
+def controller(cluster: UpCluster) -> int:
+    """Serve's controller on the head: its process."""
+    return int(cluster.made.run(cluster.head, "pgrep -f '^ray::ServeController'"))
 
 
 def both_run(cluster: UpCluster) -> bool:

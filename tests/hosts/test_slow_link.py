@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 
 RATE = "200mbit"
 BYTES_PER_S = 25e6
-START = "RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 ray start --num-cpus=2 --num-gpus=0"
+SETTING = "RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0"
+START = f"{SETTING} ray start --num-cpus=2 --num-gpus=0 --object-store-memory=200000000"
 CLEAR = 0.25
 """Of a step of the faster one: no gap that is predicted is smaller, so that noise does not turn the order."""
 ROUNDS = 2
@@ -39,10 +41,9 @@ def made() -> Iterator[Box]:
     need_hosts()
     with box(2) as made:
         head, other = made.hosts
-        store = "--object-store-memory=200000000"
         # Each node has a value of its own for one variable, as interfaces have.
-        made.run(head, f"HERE=h1 {START} --head --port=6379 {store} --include-dashboard=false --node-ip-address={head.address}")
-        made.run(other, f"HERE=h2 {START} --address={head.address}:6379 {store} --node-ip-address={other.address}")
+        made.run(head, f"HERE=h1 {START} --head --port=6379 --include-dashboard=false --node-ip-address={head.address}")
+        join(made, f"HERE=h2 {START}", other.address)
         for host in made.hosts:
             host.slow(RATE)
         yield made
@@ -85,6 +86,43 @@ def test_ranks_take_what_is_listed_from_the_shell_and_the_rest_from_their_node(m
             assert "NCCL_DEBUG=WARN" in seen
             assert f"HERE={host.name}" in seen
             assert not [each for each in seen if each.startswith("SECRET")]
+    finally:
+        process.kill()
+
+
+@pytest.mark.long
+def test_a_host_whose_name_is_loopback_to_itself_is_refused_with_the_variable_that_mends_it(made: Box, tmp_path: Path) -> None:
+    """As Debian's own /etc/hosts has it. Ray takes a name for an address, and the other hosts know better what it means."""
+    other = made.hosts[1]
+    names = other.folder / "etc" / "hosts"
+    names.write_text(names.read_text().replace(f"{other.address} {other.name}", f"127.0.1.1 {other.name}"))
+    made.run(other, "ray stop --force")
+    join(made, START, other.name)
+    refused = told(made, tmp_path / "refused")
+    assert re.search(r"rank \d on h2 reports the loopback address 127\.0\.1\.1 .* GLOO_SOCKET_IFNAME set", refused), refused
+    made.run(other, "ray stop --force")
+    join(made, f"GLOO_SOCKET_IFNAME=e0 {START}", other.name)
+    started = told(made, tmp_path / "started")
+    assert {host for host, _pid in json.loads(started)} == {host.address for host in made.hosts}, started
+
+
+def join(made: Box, start: str, address: str) -> None:
+    """The second host's Ray joins the first's, under that address."""
+    head, other = made.hosts
+    made.run(other, f"{start} --address={head.address}:6379 --node-ip-address={address}")
+    alive = "import ray; ray.init('auto', logging_level='error'); print(sum(each['Alive'] for each in ray.nodes()))"
+    line = f"RAY_AUTH_MODE=disabled python -c {shlex.quote(alive)}"
+    wait_until(lambda: made.run(head, line).split()[-1] == "2", 60, lambda: "the second host does not join")
+
+
+def told(made: Box, log: Path) -> str:
+    """Where the ranks of two stages are, or the error."""
+    head = made.hosts[0]
+    line = f"python -P {ROOT}/tests/hosts/throughput.py {head.address}:6379 {DEFAULT_MODEL} hold tp=1,pp=2"
+    process = made.start(head, f"RAY_AUTH_MODE=disabled {line}", log)
+    try:
+        found = wait_until(lambda: re.search(r"^\[\[.*\]\]", log.read_text(), re.M) or process.poll(), 120, log.read_text)
+        return str(found[0]) if isinstance(found, re.Match) else log.read_text()
     finally:
         process.kill()
 
