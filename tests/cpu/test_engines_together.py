@@ -36,6 +36,8 @@ Met = list[tuple[int, int]]
 def work(engine: int, rank: int, pipe: Connection, together: Barrier) -> None:
     """One rank. In each round it is given its engine's name and says what it met; the first rank publishes the port."""
     torch.set_num_threads(1)
+    # torch asks for the name of every peer: a name server that drops questions costs five seconds each time, unless told.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     for name in iter(pipe.recv, None):
         together.wait(WAIT_S)
         try:
