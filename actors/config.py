@@ -29,6 +29,8 @@ class RankConfig(BaseModel):
     """Whether it hands KV over to ranks of other replicas or takes it from them."""
     handoff_ranges: int = Field(default=4, ge=1)
     """Ranges of its layers that a hand-off sends one after the other while a step runs; 1: all when its last layer has run."""
+    handoff_range_bytes: int = Field(default=1 << 20, ge=1)
+    """A range with less than this of a prompt goes with the next one: every write has a price on the rank."""
     tiers: TierSettings | None = None
     """What stands behind its pages; None: nothing."""
     threads: int | None = None

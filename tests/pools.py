@@ -106,27 +106,35 @@ def pools(
     prefill_config: EngineConfig,
     decode_config: EngineConfig,
     transport: Callable[[Switchboard, str], Transport] = LocalTransport,
+    range_bytes: int = 1,
     **settings: object,
 ) -> Iterator[Pools]:
-    """Replicas under two layouts. `settings`: of `Pool`, on both sides; `transport` makes those of ranks."""
+    """Replicas under two layouts. `settings`: of `Pool`, on both sides; `transport` makes those of ranks; `range_bytes`: see
+    `RankConfig`, so few that every range is sent by itself."""
     board = Switchboard()
     make = partial(transport, board)
     with (
-        in_process(model, prefill, *_side(make, "prefill", prefill, prefill_config, settings)) as one,
-        in_process(model, decode, *_side(make, "decode", decode, decode_config, settings)) as other,
+        in_process(model, prefill, *_side(make, "prefill", prefill, prefill_config, range_bytes, settings)) as one,
+        in_process(model, decode, *_side(make, "decode", decode, decode_config, range_bytes, settings)) as other,
     ):
         yield Pools(one, other, board)
 
 
 def _side(
-    make: Callable[[str], Transport], name: str, layout: str, config: EngineConfig, settings: dict[str, object]
+    make: Callable[[str], Transport],
+    name: str,
+    layout: str,
+    config: EngineConfig,
+    range_bytes: int,
+    settings: dict[str, object],
 ) -> tuple[EngineConfig, torch.dtype, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
     pool = Pool.model_validate({"layout": parsed, "least_tokens": 1, **settings})
 
     def attach(parts: Parts) -> Parts:
         transport = make(f"{name}{parts.config.world_rank}")
-        courier = Courier.of(parts.config, parts.cache, transport, "local", "a" * 64)
+        ranked = parts.config.model_copy(update={"handoff_range_bytes": range_bytes})
+        courier = Courier.of(ranked, parts.cache, transport, "local", "a" * 64)
         if config.tiers is None:
             return replace(parts, courier=courier)
         return replace(parts, courier=courier, librarian=Librarian(parts.config, parts.cache, config.tiers.settings))

@@ -34,7 +34,7 @@ class Courier:
         self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
         self._side = side_of(config)
         self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
-        self._ranges = _cut(self._held.layers, config.handoff_ranges)
+        self._ranges, self._range_bytes = _cut(self._held.layers, config.handoff_ranges), config.handoff_range_bytes
         self._order = queue_order(endpoint.device)
         self._outbound: dict[str, Outbound] = {}
         self._running: list[Outbound] = []
@@ -138,7 +138,7 @@ class Courier:
     def _begin(self, send: KVSend) -> None:
         ticket_id = send.ticket.ticket_id
         try:
-            out = Outbound(self._endpoint, self._spec, self._side, self._rank, send)
+            out = Outbound(self._endpoint, self._spec, self._side, self._rank, send, self._range_bytes)
             out.connected({rank: self._peer(greeting) for rank, greeting in out.greetings.items()})
             self._outbound[ticket_id] = out
         except (TransferError, IncompatiblePeerError, ValueError) as error:

@@ -35,8 +35,10 @@ class Lot:
 class Outbound:
     """Sends this rank's lots of a ticket. `error` says why it stopped early, if it did."""
 
-    def __init__(self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, send: KVSend) -> None:
-        """Raises `ValueError` where the ticket and its layout do not agree."""
+    def __init__(
+        self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, send: KVSend, range_bytes: int = 1
+    ) -> None:
+        """`range_bytes`: see `RankConfig`. Raises `ValueError` where the ticket and its layout do not agree."""
         ticket = send.ticket
         destination = Side(Layout.parse(ticket.layout), ticket.page_tokens, ticket.lane)
         own = next(held for held in holdings(spec, source) if held.world_rank == world_rank)
@@ -44,7 +46,9 @@ class Outbound:
         self.error: str | None = None
         self.blocks: list[int] = []
         """Pages of the sequence here."""
-        self._endpoint, self._ownership = endpoint, own.ownership
+        self._endpoint, self._ownership, self._layers = endpoint, own.ownership, own.layers
+        self._range_bytes, self._unsent = range_bytes, own.layers
+        """Layers in which the step's tokens have not been sent."""
         self._readers = {reader.world_rank: reader for reader in ticket.readers}
         self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
         self._lots = list(_lots(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint))
@@ -75,18 +79,22 @@ class Outbound:
     def runs(self, tokens: int, new_blocks: list[int]) -> None:
         """A step begins, after which the first `tokens` tokens of the sequence are in this rank's pages: `new_blocks` too."""
         self.blocks += new_blocks
+        self._unsent = self._layers
         self._window = range(self._sent, min(tokens, self._tokens))
 
     def ran(self, layers: range) -> None:
-        """In `layers` they are by now."""
-        if not self._window or self.error is not None:
+        """In `layers` they are by now: send them, with those before that were too few bytes for a write of their own."""
+        parts = self._parts(range(self._unsent.start, layers.stop))
+        is_last, num_bytes = layers.stop == self._layers.stop, sum(self._endpoint.num_bytes(part) for _, part in parts)
+        if not parts or self.error is not None or (num_bytes < self._range_bytes and not is_last):
             return
+        self._unsent = range(layers.stop, self._layers.stop)
         now = time.monotonic()
         if now > self._ends_s:
             self.stop("its lease is over")
             return
         self._busy_since, began = self._busy_since if self._under_way else now, time.thread_time()
-        self._write(layers)
+        self._write(parts)
         self._held_up_s += time.thread_time() - began
 
     def computed(self) -> None:
@@ -123,12 +131,15 @@ class Outbound:
             error=self.error,
         )
 
-    def _write(self, layers: range) -> None:
+    def _parts(self, layers: range) -> list[tuple[Lot, Copy]]:
+        """What the step computes of each lot in `layers`."""
+        cut = [(lot, lot.copy.within(layers, self._window)) for lot in self._lots]
+        return [(lot, part) for lot, part in cut if part is not None]
+
+    def _write(self, parts: list[tuple[Lot, Copy]]) -> None:
         try:
-            for lot in self._lots:
-                part = lot.copy.within(layers, self._window)
-                if part is not None:
-                    self._send(lot, part)
+            for lot, part in parts:
+                self._send(lot, part)
         except (TransferError, ValueError) as error:
             self.stop(str(error))
 

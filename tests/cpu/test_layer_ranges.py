@@ -53,6 +53,15 @@ def test_each_range_of_a_chunk_goes_when_its_last_layer_has_run(sent: list[tuple
     assert sent == [(each, chunk, each.stop) for chunk in chunks for each in layers]
 
 
+def test_ranges_of_few_bytes_go_together(sent: list[tuple[range, range, int]]) -> None:
+    """A layer of a chunk of 48 tokens has 48 * 2 heads * 64 bytes."""
+    with pools(tiny("llama3"), "", "", config(16), config(16), range_bytes=48 * 2 * 64 + 1) as both:
+        assert both.run(greedy(200)).tokens == alone("gqa")["r200"].tokens
+    chunks = [range(start, min(start + 48, 200)) for start in range(0, 200, 48)]
+    pairs = [(layers, chunk, layers.stop) for chunk in chunks[:-1] for layers in (range(2), range(2, 4))]
+    assert sent == [*pairs, (range(4), chunks[-1], 4)]
+
+
 def test_what_is_run_for_no_ticket_is_not_sent(sent: list[tuple[range, range, int]]) -> None:
     with pools(tiny("llama3"), "", "", config(16), config(16), least_tokens=40) as both:
         assert both.run(greedy(33)).tokens == alone("gqa")["r33"].tokens  # too short
