@@ -14,7 +14,6 @@ from typing import Any
 
 from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
-from cluster.roles import Work
 from serve_app.asking import LOST
 from serve_app.roster import Member, Roster
 
@@ -32,8 +31,8 @@ class PrefillReplicas:
         """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
         it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
-        avoid = [by]
-        while (member := self._roster.choose(Work.PROMPT, avoid)) is not None:
+        avoid: list[str] = []
+        while (member := self._roster.least_busy(self._roster.able_for(by, avoid))) is not None:
             last = await self._ask(asked, member)
             if last is None:
                 ended(None)

@@ -93,17 +93,17 @@ class PooledBackend(HandleBackend):
             await self._roster.refresh()
         if self._requires and self._rendezvous.failure:
             raise BackendRefused("engine_down", f"prompts are not handed over: {self._rendezvous.failure}")
-        member = self._roster.choose(Work.REQUEST, refused_by)
+        member = self._roster.least_busy(self._roster.able(Work.REQUEST, refused_by))
         if member is not None:
             return self._by(member, request, self._rendezvous.heard)
-        stand_in = self._roster.choose(Work.PROMPT, refused_by)
+        stand_in = self._roster.least_busy(self._roster.able(Work.PROMPT, refused_by))
         if stand_in is not None:
             return PooledChoice(self._of(stand_in), request, {"at": stand_in.name, "stands_in": True}, stand_in.name)
         return PooledChoice(self._generate, request, {"avoid": tuple(refused_by)})
 
     def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledChoice:
         """A replica that answers, and has its prompt computed by another where there is one and it pays."""
-        others = [self._roster.load(each) for each in self._roster.able(Work.PROMPT, [member.name])]
+        others = [self._roster.load(each) for each in self._roster.able_for(member.name)]
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
         how = {"at": member.name, "elsewhere": min(others, default=0)}
@@ -141,7 +141,7 @@ class PooledBackend(HandleBackend):
     def _pair(self) -> Member | None:
         """A replica that takes requests while another one takes prompts."""
         able = self._roster.able(Work.REQUEST)
-        return next((each for each in able if self._roster.able(Work.PROMPT, [each.name])), None)
+        return next((each for each in able if self._roster.able_for(each.name)), None)
 
     async def _attempt(self) -> str:
         """Hand a prompt over. What was amiss, if anything."""

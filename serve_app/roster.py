@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.roles import DutyReport, Work
+from cluster.roles import DutyReport, Role, Work
 from serve_app.asking import ask_all
 
 _FRESH_S = 0.2
@@ -69,11 +69,21 @@ class Roster:
         """Those that take such work now, and are well."""
         return [each for each in self if work in each.told.takes and each.told.down is None and each.name not in avoid]
 
-    def choose(self, work: Work, avoid: Collection[str] = ()) -> Member | None:
-        """One of the least busy of them."""
-        able = self.able(work, avoid)
-        least = min(map(self.load, able), default=0)
-        return random.choice([each for each in able if self.load(each) == least]) if able else None
+    def able_for(self, name: str, avoid: Collection[str] = ()) -> list[Member]:
+        """Those that can compute prompts of which the replica `name` decodes.
+
+        A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
+        there; round a circle of replicas that are full, they would wait for each other until their leases are over.
+        """
+        able, own = self.able(Work.PROMPT, [name, *avoid]), self._members.get(name)
+        if own is None or own.told.role is not Role.MIXED:
+            return able
+        return [each for each in able if each.told.role is Role.PREFILL or each.name > name]
+
+    def least_busy(self, members: Collection[Member]) -> Member | None:
+        """One of those among them; None of none."""
+        least = min(map(self.load, members), default=0)
+        return random.choice([each for each in members if self.load(each) == least]) if members else None
 
     def load(self, member: Member) -> int:
         """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""

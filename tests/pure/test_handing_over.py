@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
 from actors.engine.token_stream import ReplyTo, TokenReceiver, TokenSender
@@ -180,6 +184,24 @@ async def test_every_other_replica_is_asked_before_a_request_is_refused() -> Non
             await anext(backend.generate(REQUEST))
     assert refused.value.code == "engine_down"
     assert {how.get("at") for asked, how in decode.asked + prefill.asked if asked.request_id == "r"} == {"a", "b", "c", None}
+
+
+@given(st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from(Role), min_size=2))
+def test_no_replica_waits_for_itself_by_way_of_others(roles: dict[str, Role]) -> None:
+    """Who may ask whom has no circle, and a decode replica may ask all that take prompts."""
+
+    async def asked() -> Roster:
+        roster = Roster({ENGINE: Handle(lambda *_: None, **roles)})  # type: ignore[dict-item]
+        await roster.refresh()
+        return roster
+
+    roster = asyncio.run(asked())
+    asks = {name: {each.name for each in roster.able_for(name)} for name, role in roles.items() if role is not Role.PREFILL}
+    prompts = {name for name, role in roles.items() if role is not Role.DECODE}
+    assert all(asks[name] == prompts for name, role in roles.items() if role is Role.DECODE)
+    list(TopologicalSorter(asks).static_order())  # raises where there is a circle
+    mixed = sorted(name for name, role in roles.items() if role is Role.MIXED)
+    assert all(asks[one] >= {other} for one, other in pairwise(mixed))
 
 
 @pytest.mark.parametrize(("others", "elsewhere"), [({"b": 3, "c": 2}, 2), ({"b": 0, "c": 2}, 0), ({}, None)])
