@@ -26,6 +26,7 @@ from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import LayoutError
 from serve_app import pools, proxy
+from serve_app.endpoint_health import health_line
 from serve_app.names import APP_NAME
 from serve_app.pools import Service
 from serve_app.preflight import check_files
@@ -220,7 +221,10 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
         details = serve_details()
         pools = {name: replica_ids(details, APP_NAME, name) for name in served.by_name}
         slow = [line for name, each in served.by_name.items() for line in slow_crossings(each, pools[name])]
-    print(f"\nShardwright is ready: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    is_ready, amiss = health_line(url) if served.in_pools else (True, "")
+    how = "is ready" if is_ready else "runs, but is not ready"
+    print(f"\nShardwright {how}: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    print(f"  {amiss}\n" if amiss else "", end="")
     usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
     if settings.max_model_len < usual:
         print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")

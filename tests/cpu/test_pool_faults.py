@@ -88,6 +88,19 @@ def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
     assert found.tokens == (right if found.finish == "length" else right[: len(found.tokens)]), (number, fault)
 
 
+def test_why_nothing_was_handed_over_is_said_with_both_values() -> None:
+    """What `/health` repeats of a trial: the last event of the prefill side."""
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG) as both:
+        spoil_greetings(both)
+        said: list[TokenEvent] = []
+        both.told = lambda event: (said.append(event), event)[1]
+        assert both.run(request(3, "greetings of another model")).finish == "length"
+        both.wait_until_idle()
+    assert (said[-1].finish, said[-1].request_id.split("~")[0]) == ("abort", "3:greetings of another model")
+    assert "model_digest" in said[-1].error
+    assert all(digest in said[-1].error for digest in ("a" * 64, "b" * 64))
+
+
 def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[int, list[int]]) -> None:
     """C04, with leases as long as in service: 50 requests are gone from the decode side when their prompt is computed, 50 are
     left by their client, so that an ingress tells both sides, before it is; 50 the decode side would never have taken."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import signal
 import socket
 import threading
@@ -173,7 +175,7 @@ def prefill_rank(server: Server) -> psutil.Process:
 
 
 def test_replicas_change_their_roles_while_they_serve(server: Server, mine: dict[str, str]) -> None:
-    """One becomes mixed at once; another has a stream to finish before it takes prompts, and then has others' of them."""
+    """One becomes mixed at once; another has a stream to finish before it takes prompts, and takes them with new ranks, too."""
     roles = {name: role for name, values in server.gauges().items() for role in ROLES if f"role:role={role}" in values}
     names = {role: name for name, role in roles.items()}
     mixed = run("role", names["prefill"], "mixed", env=mine)
@@ -190,11 +192,21 @@ def test_replicas_change_their_roles_while_they_serve(server: Server, mine: dict
         changed = changing.result()
     assert (changed.returncode, changed.stdout) == (0, f"replica {busy} is prefill\n"), changed.stderr
     assert f"replica {busy} finishes 1 request" in changed.stderr
-    told = run("status", env=mine).stdout
-    assert f"replica {busy} RUNNING (prefill)" in told
-    assert f"replica {free} RUNNING ({'decode' if roles[free] == 'decode' else 'mixed'})" in told
-    before = server.gauges()[busy]["handoff_sent"]
-    answers = [Stream(server.url, body([5 + number] * 40, 8)) for number in range(6)]  # so that handing over pays
-    assert all(len(stream.finish().tokens) == 8 for stream in answers)
-    assert server.gauges()[busy]["handoff_sent"] > before
-    assert server.health() == 200
+    told = json.loads(run("status", "--json", env=mine).stdout)
+    found = {each["id"]: each for deployment in told["deployments"] for each in deployment["replicas"]}
+    assert found[busy]["role"] == "prefill"
+    assert found[free]["role"] == ("decode" if roles[free] == "decode" else "mixed")
+    before = server.gauges()[busy]["tokens_run"]
+    os.kill(found[busy]["ranks"][0]["pid"], signal.SIGKILL)
+    wait_until(lambda: server.gauges()[busy]["tokens_run"] < before, 90, lambda: str(server.gauges()))  # ranks made anew
+
+    def handed() -> bool:
+        answers = [
+            Stream(server.url, body([5 + number] * 40, 8, cache_salt=secrets.token_hex(4))) for number in range(6)
+        ]  # so many that handing over pays
+        assert all(len(stream.finish().tokens) == 8 for stream in answers)
+        return server.gauges()[busy]["handoff_sent"] > 0
+
+    wait_until(handed, 60, lambda: str(server.gauges()))
+    assert "role:role=prefill" in server.gauges()[busy]
+    wait_until(lambda: server.health() == 200, 30, lambda: server.client.get("/health").text)

@@ -1,0 +1,16 @@
+"""What a running endpoint says of its own health."""
+
+from __future__ import annotations
+
+import httpx
+
+_ANSWER_S = 10.0
+
+
+def health_line(url: str) -> tuple[bool, str]:
+    """Whether it takes requests, and what is amiss, if anything. Of one that does not say nothing is."""
+    try:
+        told = httpx.get(f"{url}/health", timeout=_ANSWER_S).json()
+        return told["status"] != "unhealthy", str(told["reason"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return True, ""
