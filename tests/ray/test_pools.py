@@ -201,9 +201,9 @@ def test_replicas_change_their_roles_while_they_serve(server: Server, mine: dict
     wait_until(lambda: server.gauges()[busy]["tokens_run"] < before, 90, lambda: str(server.gauges()))  # ranks made anew
 
     def handed() -> bool:
-        answers = [
-            Stream(server.url, body([5 + number] * 40, 8, cache_salt=secrets.token_hex(4))) for number in range(6)
-        ]  # so many that handing over pays
+        """So many at once that it pays."""
+        salt = secrets.token_hex(4)
+        answers = [Stream(server.url, body([5 + number] * 40, 8, cache_salt=salt)) for number in range(6)]
         assert all(len(stream.finish().tokens) == 8 for stream in answers)
         return server.gauges()[busy]["handoff_sent"] > 0
 
