@@ -91,7 +91,7 @@ def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
 def test_why_nothing_was_handed_over_is_said_with_both_values() -> None:
     """What `/health` repeats of a trial: the last event of the prefill side."""
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG) as both:
-        spoil_greetings(both)
+        Injector(both)
         said: list[TokenEvent] = []
         both.told = lambda event: (said.append(event), event)[1]
         assert both.run(request(3, "greetings of another model")).finish == "length"

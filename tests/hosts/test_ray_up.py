@@ -65,7 +65,7 @@ def test_a_prompt_goes_from_one_host_to_the_other(cluster: UpCluster) -> None:
         assert answer["usage"]["completion_tokens"] == 4
         metrics = httpx.get(f"{cluster.url}/metrics", timeout=30).text.splitlines()
         received = [float(line.split()[-1]) for line in metrics if line.startswith("shardwright_engine_handoff_received{")]
-        assert sum(received) == 1
+        assert sum(received) == 2, "one before it was ready, and this one"
 
 
 def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) -> None:
