@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
@@ -186,6 +186,7 @@ async def test_every_other_replica_is_asked_before_a_request_is_refused() -> Non
     assert {how.get("at") for asked, how in decode.asked + prefill.asked if asked.request_id == "r"} == {"a", "b", "c", None}
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from(Role), min_size=2))
 def test_no_replica_waits_for_itself_by_way_of_others(roles: dict[str, Role]) -> None:
     """Who may ask whom has no circle, and a decode replica may ask all that take prompts."""
