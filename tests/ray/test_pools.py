@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installe
 
 PAIRS = [
     ("tp=2", "pp=2"),
-    ("pp=2", "tp=3"),
+    pytest.param("pp=2", "tp=3", marks=pytest.mark.long),
     pytest.param("cp=2", "tp=2", marks=pytest.mark.long),
     ("tp=3", "cp=2"),
     pytest.param("attn_dp=2", "tp=2,tp_shares=2/1", marks=pytest.mark.long),
