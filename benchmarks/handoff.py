@@ -2,9 +2,9 @@
 
     namespace a: prefill engine, rank ──veth, 1 Gbit/s each way, UCX over TCP──→ namespace b: decode engine, ranks
 
-The same prompt goes three times: in one chunk that is sent when it is computed, where nothing hides the transfer (its whole
-time), in chunks that are sent when they are computed, and in chunks of which each range of layers is sent when it is computed,
-as pools do it.
+The same prompt goes three times: in one chunk that is sent when it is computed, where next to nothing hides the transfer (its
+whole time), in chunks that are sent when they are computed, and in chunks of which each range of layers is sent when it is, as
+pools do it.
 Needs root, `ip` and `tc`; the rest of the file system, and the control messages, are shared.
 
     python -m benchmarks.handoff [--tokens 4096] [--rate 1gbit] [--decode pp=2] [--ranges 4]
@@ -56,7 +56,7 @@ def main() -> None:
     whole = measure(asked, asked.tokens, 1)
     found = {"chunks": measure(asked, asked.chunk, 1), "ranges": measure(asked, asked.chunk, asked.ranges)}
     assert all(each["tokens"] == whole["tokens"] for each in found.values()), "the same prompt was answered in two ways"
-    shares = {name: round(each["exposed_s"] / whole["exposed_s"], 3) for name, each in found.items()}
+    shares = {name: round(each["exposed_s"] / whole["transfer_s"], 3) for name, each in found.items()}
     print(json.dumps({"whole": whole, **found, "exposed_share": shares}, indent=1))
 
 
@@ -68,7 +68,7 @@ def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any
         tokens, first_s, second_s = hand_over(prefill, decode, asked.tokens, "timed")
         after = stats_of(prefill)
     moved = {name: after[name] - before[name] for name in ("sent_bytes", "exposed_s", "transfer_s")}
-    bits = 8 * moved["sent_bytes"] / moved["exposed_s"] if chunk >= asked.tokens else None
+    bits = 8 * moved["sent_bytes"] / moved["transfer_s"] if chunk >= asked.tokens else None
     return {
         "chunk": chunk,
         "ranges": ranges,
