@@ -84,7 +84,7 @@ def test_serve_run_takes_strings(head: Head, tmp_path: Path, pools: tuple[str, .
         assert httpx.get("http://127.0.0.1:8000/v1/models").json()["data"][0]["max_model_len"] == 64
         metrics = httpx.get("http://127.0.0.1:8000/metrics").text.splitlines()
         received = [float(line.split()[-1]) for line in metrics if line.startswith("shardwright_engine_handoff_received{")]
-        assert sum(received) == len(pools) - 1
+        assert sum(received) == (2 if len(pools) > 1 else 0), "one before it was ready, and this one"
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
