@@ -28,7 +28,7 @@ from placement import memory
 from placement.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings
 
-SYSTEM, USER, ANSWER = 96, 64, 32
+SYSTEM, USER, ANSWER = 96, 64, 8
 """Tokens: what every conversation begins with (each with its own), what a turn adds, and what is answered."""
 
 
