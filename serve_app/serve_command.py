@@ -1,4 +1,4 @@
-"""``shardwright serve``: start or join Ray, deploy, show progress, say when it is ready, and end what was started."""
+"""``shardwright serve``: start or join Ray, deploy (`deploying.py`), say when it is ready, and end what was started."""
 
 from __future__ import annotations
 
@@ -11,47 +11,31 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster import local
 from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import LayoutError
 from serve_app import pools, proxy
+from serve_app.deploying import StartFailed, deploy
 from serve_app.endpoint_health import health_line
 from serve_app.names import APP_NAME
 from serve_app.pools import Service
 from serve_app.preflight import check_files
-from serve_app.reasons import first_reason, reason_of
+from serve_app.reasons import reason_of
 from serve_app.settings import ServeArgs
 from serve_app.text.model_files import TextFiles
 
-if TYPE_CHECKING:
-    from ray.serve.schema import ApplicationStatusOverview
-
-_POLL_S = 0.1
-_DEPLOY_TIMEOUT_S = 900.0
-_SILENT_S = 60.0
-"""A controller that gives no status for so long is gone; one that was restarted is back before."""
 _END_S = 45.0
 _INTERRUPTED = 130
 """Exit status of a server that was told to end before it was ready, or twice."""
-
-
-class StartFailed(SystemExit):
-    """The service did not come up; the reason is already on stderr."""
-
-    def __init__(self, reason: str) -> None:
-        print(f"error: {reason}", file=sys.stderr)
-        super().__init__(2)
 
 
 def run_server(
@@ -75,7 +59,7 @@ def run_server(
     try:
         if not stop.is_set():
             with _told(stop, watch.check):
-                _deploy(args, host, port, stop)
+                port = deploy(args, host, port, stop)
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, served, f"http://{_reachable(host)}:{port}", cluster.address, texts)
@@ -119,91 +103,6 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) 
     if served.in_pools and alone:
         pools.check_nixl()
     return served, check_files(Path(served.engine.model_path), served.engine.spec)
-
-
-def _deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> None:
-    from ray import serve
-    from ray.serve.api import RunTarget
-    from ray.serve.schema import LoggingConfig
-
-    from serve_app.app import application
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
-    app = application(args)  # what the cluster cannot do is refused before Serve is started on it, which stays
-    serve.start(
-        http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
-    )
-    target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-    with _progress() as show:
-        _wait_until_running(stop, show)
-
-
-def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
-    """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
-    began = heard = time.monotonic()
-    reasons: list[str] = []
-    while not stop.wait(_POLL_S):
-        now, status = time.monotonic(), _status()
-        if status is not None:
-            if status.status == "RUNNING":
-                return
-            heard, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartFailed(first_reason(reasons))
-        show()
-        if now - heard > _SILENT_S:
-            raise StartFailed(f"Ray Serve has not told the state of the application for {_SILENT_S:.0f} s")
-        if now - began > _DEPLOY_TIMEOUT_S:
-            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_reason(reasons)}")
-
-
-def _status() -> ApplicationStatusOverview | None:
-    """None while Serve's controller restarts: it does not answer, or does not know the application again yet."""
-    from ray import serve
-    from ray.exceptions import RayActorError
-
-    with suppress(RayActorError):
-        return serve.status().applications.get(APP_NAME)
-    return None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[], None]]:
-    """A function that draws how far each rank's loading is, and tells what replicas wait for; ranks are found by name."""
-    from ray.exceptions import RayError
-
-    from actors.config import RankStatus
-    from cluster.launch import rank_statuses
-    from cluster.waiting import waits
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        tasks: dict[str, TaskID] = {}
-        statuses: dict[str, RankStatus] = {}
-        told: set[str] = set()
-        with suppress(RayError):  # what those before have left
-            told.update(waits())
-
-        def show() -> None:
-            lines: list[str] = []
-            with suppress(RayError):  # a cluster too busy to tell is no reason to fail
-                statuses.update(rank_statuses())
-                lines = [line for line in waits() if line not in told]
-            told.update(lines)
-            for line in lines:
-                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            for name, status in statuses.items():
-                if name not in tasks:
-                    tasks[name] = progress.add_task(name, total=None)
-                progress.update(
-                    tasks[name],
-                    description=f"rank {name.rsplit('-', 1)[-1]} {status.state}",
-                    completed=status.loaded_bytes,
-                    total=status.total_bytes or None,
-                )
-
-        yield show
 
 
 def _reachable(host: str) -> str:

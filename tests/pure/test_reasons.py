@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from placement.layout import LayoutError
-from serve_app import serve_command
+from serve_app import deploying, serve_command
 from serve_app.reasons import first_reason, reason_of
 
 REPLICA = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or initial \
@@ -59,24 +59,24 @@ def status(state: str, message: str = "", *deployments: str) -> SimpleNamespace:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace | None]:
     """What Serve says at each poll; the last one for ever."""
     given: list[SimpleNamespace | None] = []
-    monkeypatch.setattr(serve_command, "_status", lambda: given.pop(0) if len(given) > 1 else given[0])
-    monkeypatch.setattr(serve_command, "_POLL_S", 0)
+    monkeypatch.setattr(deploying, "_status", lambda: given.pop(0) if len(given) > 1 else given[0])
+    monkeypatch.setattr(deploying, "_POLL_S", 0)
     return given
 
 
 def test_a_controller_that_restarts_is_waited_for(states: list[SimpleNamespace | None]) -> None:
     states += [status("DEPLOYING"), None, None, status("RUNNING")]
-    serve_command._wait_until_running(threading.Event(), lambda: None)
+    deploying._wait_until_running(threading.Event(), lambda: None)
     assert len(states) == 1
 
 
 def test_a_controller_that_stays_silent_is_told(
     states: list[SimpleNamespace | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve_command, "_SILENT_S", 0.05)
+    monkeypatch.setattr(deploying, "_SILENT_S", 0.05)
     states.append(None)
     with pytest.raises(SystemExit) as ended:
-        serve_command._wait_until_running(threading.Event(), lambda: None)
+        deploying._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2
     assert "Ray Serve has not told" in capsys.readouterr().err
 
@@ -84,9 +84,20 @@ def test_a_controller_that_stays_silent_is_told(
 def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsys: pytest.CaptureFixture[str]) -> None:
     states.append(status("DEPLOY_FAILED", WHOLE, REPLICA.format(last="cluster.launch.LaunchError: m: cut")))
     with pytest.raises(SystemExit) as ended:
-        serve_command._wait_until_running(threading.Event(), lambda: None)
+        deploying._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: m: cut\n"
+
+
+@pytest.mark.parametrize(
+    ("details", "found"), [({}, 8000), ({"http_options": {"port": 8000}}, 8000), ({"http_options": {"port": 8123}}, 8123)]
+)
+def test_the_port_is_that_of_a_serve_which_runs_already(
+    details: dict[str, object], found: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cluster.status.serve_details", lambda: details)
+    assert deploying._port(8000) == found
+    assert ("on port 8123" in capsys.readouterr().err) == (found != 8000)
 
 
 @pytest.mark.parametrize(("interrupted", "code"), [(False, 2), (True, 130)])
