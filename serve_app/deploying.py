@@ -35,8 +35,8 @@ class StartFailed(SystemExit):
 
 
 def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> int:
-    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Returns the port where it is, which is that of a
-    Serve that ran there before. Exits with 2, and the reason, when it will not run."""
+    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Returns the port where it is: that of a Serve
+    which ran there before, if one did. Exits with 2, and the reason, when it will not run."""
     from ray import serve
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
