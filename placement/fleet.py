@@ -20,6 +20,8 @@ from placement.layout import Layout, LayoutError
 MIB, GIB = 2**20, 2**30
 TRANSFER_BYTES = 8 * MIB
 """Shared memory of a rank that hands KV over, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
+MOST_MACHINES = 10_000
+"""Machines of one layout: more are a slip of the pen, and every one would be listed."""
 
 
 class Machine(BaseModel):
@@ -42,6 +44,19 @@ class Machine(BaseModel):
     def object_store_bytes(self) -> int:
         """No tensor travels through the object store, so it needs little; and it must fit the shared memory."""
         return min(GIB, self.shm_bytes // 2)
+
+    @property
+    def ray_cpus(self) -> int:
+        """What Ray is told of its CPUs: on a CPU machine its slots, however many it has."""
+        return self.slots if self.kind == "cpu" else self.cpus
+
+    def require_cpus(self) -> None:
+        """Raise `LayoutError` for fewer CPUs than ranks on GPUs ask for, one each (`placement.bundles`)."""
+        if self.ray_cpus < self.slots:
+            raise LayoutError(
+                f"a rank asks for a CPU beside its GPU, but a machine of {self.slots} GPUs has cpus={self.cpus}: give it "
+                f"cpus={self.slots} or more, or {self.cpus} slots at most"
+            )
 
     def require_room_for_transfers(self) -> None:
         """Raise `LayoutError` where its shared memory does not hold what ranks that hand KV over take of it."""
@@ -82,7 +97,21 @@ class Fleet(BaseModel):
 
 
 def fleet(layout: Layout, machine: Machine) -> Fleet:
-    """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one."""
+    """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one, where ranks on
+    GPUs lack CPUs, and for more than `MOST_MACHINES`."""
+    machine.require_cpus()
+    made = _fleet(layout, machine)
+    if made.machines > MOST_MACHINES:
+        most = MOST_MACHINES // made.hosts * made.replicas_a_group
+        fewer = f"replicas={most} or fewer, or " if most else ""
+        raise LayoutError(
+            f"replicas={layout.replicas} on machines of {machine.slots} slots take {made.machines:,} machines, more than "
+            f"{MOST_MACHINES:,}: use {fewer}machines with more slots"
+        )
+    return made
+
+
+def _fleet(layout: Layout, machine: Machine) -> Fleet:
     room = machine.slots // layout.tp
     if room == 0:
         raise LayoutError(

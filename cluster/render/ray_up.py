@@ -94,7 +94,7 @@ def _worker_type(name: str, group: Group) -> dict[str, Any]:
     machine, workers = group.fleet.machine, group.fleet.machines
     kept = {POOL_LABEL: group.pool} if group.pool else {}
     return {
-        "resources": {"CPU": machine.slots} if machine.kind == "cpu" else {"CPU": machine.cpus, "GPU": machine.slots},
+        "resources": {"CPU": machine.ray_cpus, **({"GPU": machine.slots} if machine.kind == "cuda" else {})},
         "labels": {"shardwright/layout": name, **kept},
         "min_workers": workers,
         "max_workers": workers,

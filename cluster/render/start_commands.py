@@ -64,13 +64,11 @@ def worker_command(machine: Machine, kept: Mapping[str, Sequence[str]] | None = 
     `kept`: by pool, the machines (addresses or host names) that are kept for it. All workers have one command, so each looks
     itself up in it.
     """
-    resources = [f"--num-cpus={machine.slots}", "--num-gpus=0"]
-    if machine.kind == "cuda":
-        resources = [f"--num-cpus={max(machine.cpus, machine.slots)}", f"--num-gpus={machine.slots}"]
     settings = [
         *(f"{name}={value}" for name, value in ENVIRONMENT.items()),
         f"ray start --address=$RAY_HEAD_IP:{HEAD_PORT}",
-        *resources,
+        f"--num-cpus={machine.ray_cpus}",
+        f"--num-gpus={machine.slots if machine.kind == 'cuda' else 0}",
         f"--object-store-memory={machine.object_store_bytes}",
         *_NODE_PORTS,
         f'--labels="{_POOL_AND_LABELS if kept else _LABELS}"',

@@ -173,3 +173,42 @@ def test_the_schemas_find_mistakes(path: tuple[Any, ...], value: Any, fault: str
         at = at[step]
     at[path[-1]] = value
     assert any(fault in each for each in faults(service))
+
+
+def gpus(**more: Any) -> dict[str, Any]:
+    return {"model": "smollm2-135m", "layout": "tp=3,replicas=2", "device": "cuda", "slots": 8, **more}
+
+
+@pytest.mark.parametrize("target", ["ray-up", "kuberay"])
+def test_a_gpu_without_a_cpu_is_refused(target: str) -> None:
+    """Its bundle asks for both: Ray would wait for such a machine for ever."""
+    with pytest.raises(LayoutError, match=r"8 GPUs has cpus=2: give it cpus=8 or more, or 2 slots"):
+        deployment_of(RenderArgs.model_validate(gpus(target=target, cpus=2)))
+    unlike = {
+        "target": "kuberay",
+        "layout": "",
+        "prefill": "tp=1*1",
+        "decode": "tp=1*1",
+        "cpus": 8,
+        "prefill_machine": "slots=9",
+    }
+    with pytest.raises(LayoutError, match=r"9 GPUs has cpus=8"):
+        deployment_of(RenderArgs.model_validate(gpus(**unlike)))
+    assert deployment(device="cpu", slots=8, cpus=2).machine.ray_cpus == 8, "seats of CPU ranks may share cores"
+
+
+def test_ray_up_tells_one_number_of_cpus() -> None:
+    place = {"target": "ray-up", "provider": "aws", "instance": "p5", "region": "r", "zone": "z"}
+    for asked, cpus in (({"cpus": 96}, 96), ({"device": "cpu", "cpus": 96}, 8)):
+        [config] = render(RenderArgs.model_validate(gpus(**place, **asked)))["cluster.yaml"]
+        assert config["available_node_types"]["worker"]["resources"]["CPU"] == cpus
+        assert f"--num-cpus={cpus} " in config["worker_start_ray_commands"][1]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("target", ["ray-up", "kuberay", "serve"])
+def test_too_many_machines_are_refused_before_they_are_listed(target: str) -> None:
+    args = {"model": "smollm2-135m", "target": target, "slots": 8, "layout": "replicas=100000000"}
+    with pytest.raises(LayoutError, match=r"12,500,000 machines, more than 10,000: use replicas=80000 or fewer"):
+        render(RenderArgs.model_validate(args))
+    assert deployment(layout="replicas=80000", slots=8).machines == 10_000
