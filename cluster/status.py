@@ -77,7 +77,8 @@ def cluster_state(
     """
     application = details.get("applications", {}).get(name)
     if application is None:
-        return ClusterState(application="NOT_STARTED")
+        others = ", ".join(sorted(details.get("applications", {})))
+        return ClusterState(application="NOT_STARTED", message=f"there is no {name}, but {others}" if others else "")
     reports, roles = rank_reports(), {each.name: str(each) for each in duties}
     return ClusterState(
         application=application["status"],

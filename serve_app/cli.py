@@ -21,6 +21,9 @@ Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a GGUF file, 
 Address = Annotated[
     str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, else the one a command on this machine embeds.")
 ]
+Application = Annotated[
+    str | None, typer.Option("--name", help="The application, as render named it; default: shardwright, else the only one.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -233,11 +236,11 @@ def cluster(
 
 
 @app.command()
-def status(address: Address = None, as_json: Json = False) -> None:
+def status(address: Address = None, name: Application = None, as_json: Json = False) -> None:
     """Show what runs on a cluster: deployments, replicas, and where each rank is. Exit status 1: nothing serves."""
     from serve_app.status_command import run_status
 
-    run_status(address, as_json)
+    run_status(address, as_json, name)
 
 
 @app.command()
@@ -248,12 +251,13 @@ def role(
         float, typer.Option(min=0, help="Seconds to wait for what it has to finish first; then it stays what it is.")
     ] = 120.0,
     address: Address = None,
+    name: Application = None,
     as_json: Json = False,
 ) -> None:
     """Change what a replica of a pool takes, once it has finished what it then takes no more. Exit status 1: it did not."""
     from serve_app.role_command import run_role
 
-    run_role(replica, becomes, within, address, as_json)
+    run_role(replica, becomes, within, address, as_json, name)
 
 
 @app.command()

@@ -19,11 +19,10 @@ from placement.fleet import Machine, fleet
 from placement.handoff import Side, holdings
 from placement.layout import Layout, LayoutError, require
 from serve_app.catalog import resolve
-from serve_app.names import APP_NAME, INGRESS, POOL_OF
+from serve_app.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.pools import layouts as layouts_of
 from serve_app.settings import Bytes, ServeArgs
 
-IMPORT_PATH = "serve_app.app:build"
 _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 Files = dict[str, list[dict[str, Any]]]
 

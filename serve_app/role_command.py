@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cluster.roles import DutyReport, Role, counted
+from serve_app.applications import ApplicationError, application_name
 from serve_app.joining import joined
 
 if TYPE_CHECKING:
@@ -19,13 +20,14 @@ _LOOK_EVERY_S = 0.5
 _ANSWER_S, _GLANCE_S = 20.0, 5.0
 
 
-def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool) -> None:
-    """Have `replica` become what is asked. Exits with 1 where it does not, 2 where it is no role or no cluster answers."""
+def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
+    """Have `replica` of the application `name`, or of the one there is (`serve_app.applications`), become what is asked. Exits
+    with 1 where it does not, 2 where it is no role, no cluster answers or several applications could be meant."""
     if becomes not in list(Role):
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
     with joined(address):
-        told = _changed(replica, becomes, within_s, quiet=as_json)
+        told = _changed(_application(name), replica, becomes, within_s, quiet=as_json)
     if isinstance(told, DutyReport):
         typer.echo(told.model_dump_json() if as_json else f"replica {told.name} is {told.role}")
     if not isinstance(told, DutyReport) or told.role != becomes:
@@ -33,12 +35,22 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
         raise SystemExit(1)
 
 
-def _changed(replica: str, becomes: str, within_s: float, quiet: bool) -> DutyReport | str:
+def _application(asked: str | None) -> str:
+    from cluster.status import serve_details
+
+    try:
+        return application_name(serve_details(), asked)
+    except ApplicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> DutyReport | str:
     """How the replica stands in the end, or why it is not there, or may not change."""
     from ray.serve.exceptions import RayServeException
 
     try:
-        ingress = _ingress()
+        ingress = _ingress(name)
     except RayServeException as error:
         return f"nothing is served on this cluster: {error}"
     told: DutyReport | str = _call(ingress, "change_role", replica, becomes, within_s)
@@ -53,25 +65,24 @@ def _changed(replica: str, becomes: str, within_s: float, quiet: bool) -> DutyRe
     return told
 
 
-def duties() -> list[DutyReport]:
-    """What each replica of the pools on the connected cluster takes; none, where that cannot be told now."""
+def duties(name: str) -> list[DutyReport]:
+    """What each replica of the pools of the application `name` takes, on the connected cluster; none, where that cannot be told
+    now."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        found: list[DutyReport] = _call(_ingress(), "roles", timeout_s=_GLANCE_S)
+        found: list[DutyReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
     except (RayError, RayServeException, TimeoutError):  # status is for when things go wrong, too
         return []
     return found
 
 
-def _ingress() -> DeploymentHandle[Any]:
+def _ingress(name: str) -> DeploymentHandle[Any]:
     from ray import serve
 
-    from serve_app.names import APP_NAME
-
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
-    return serve.get_app_handle(APP_NAME)
+    return serve.get_app_handle(name)
 
 
 def _call(ingress: DeploymentHandle[Any], method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
 from placement.columns import columns
+from serve_app.applications import ApplicationError, application_name
 from serve_app.joining import joined
 
 if TYPE_CHECKING:
     from cluster.status import ClusterState, DeploymentState
 
 
-def run_status(address: str | None, as_json: bool) -> None:
-    """Print the state of the application on a cluster. Exits with 1 unless it runs, 2 where no cluster answers."""
+def run_status(address: str | None, as_json: bool, name: str | None = None) -> None:
+    """Print the state of the application `name` on a cluster, or of the one there is (`serve_app.applications`). Exits with 1
+    unless it runs, 2 where no cluster answers or several applications could be meant."""
+    try:
+        state = _state(address, name)
+    except ApplicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
+    if state.application != "RUNNING":
+        raise typer.Exit(1)
+
+
+def _state(address: str | None, asked: str | None) -> ClusterState:
     with joined(address):
         from cluster.discover import best_device, discover
         from cluster.status import cluster_state, serve_details
-        from serve_app.names import APP_NAME
         from serve_app.role_command import duties
 
         names = {node.id: node.name for node in discover(best_device()).nodes}
         details = serve_details()
-        runs = details.get("applications", {}).get(APP_NAME, {}).get("status") == "RUNNING"
-        state = cluster_state(details, APP_NAME, names, duties() if runs else ())
-    typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
-    if state.application != "RUNNING":
-        raise typer.Exit(1)
+        name = application_name(details, asked)
+        runs = details.get("applications", {}).get(name, {}).get("status") == "RUNNING"
+        return cluster_state(details, name, names, duties(name) if runs else ())
 
 
 def _lines(state: ClusterState) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import signal
@@ -99,10 +100,13 @@ def test_serve_run_refuses_an_argument_that_does_not_exist(head: Head) -> None:
 def test_the_serve_file_deploys(head: Head, tmp_path: Path) -> None:
     config, port = yaml.safe_load(EXAMPLE.read_text()), 8000
     config["applications"][0]["args"] |= {"model": str(tiny("llama3").folder), "layout": "replicas=2", "dtype": "float32"}
+    config["applications"][0]["name"] = "demo"
     deploy(head, tmp_path, config)
     wait_until(lambda: status(f"http://127.0.0.1:{port}/health") == 200, 120, lambda: head.run("serve", "status").stdout)
     answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body([1, 2, 3], 4), timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 4
+    found = head.run("shardwright", "status", "--json")
+    assert (found.returncode, json.loads(found.stdout)["application"]) == (0, "RUNNING"), "the only one of ours"
 
     config["applications"][0]["args"]["layuot"] = "tp=2"
     deploy(head, tmp_path, config)
@@ -126,7 +130,7 @@ def deploy(head: Head, folder: Path, config: object) -> None:
 
 
 def application(head: Head) -> dict[str, str]:
-    found: dict[str, str] = httpx.get(f"{head.dashboard}/api/serve/applications/").json()["applications"]["shardwright"]
+    found: dict[str, str] = httpx.get(f"{head.dashboard}/api/serve/applications/").json()["applications"]["demo"]
     return found
 
 
