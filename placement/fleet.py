@@ -95,6 +95,18 @@ class Fleet(BaseModel):
         )
         return ClusterSpec(nodes=tuple(nodes))
 
+    def require_memory(self, weight_bytes: int) -> None:
+        """Raise `LayoutError` where CPU machines are smaller than the weights they hold, KV and all else left out.
+
+        `weight_bytes`: of all ranks of one replica.
+        """
+        least = weight_bytes * self.replicas_a_group // self.hosts
+        if self.machine.kind == "cpu" and self.machine.memory_bytes < least:
+            raise LayoutError(
+                f"the weights of the ranks on one machine take {-(-least // MIB):,} MiB, but memory="
+                f"{self.machine.memory_bytes // MIB}MiB: give it more than that, or use more machines of fewer slots"
+            )
+
 
 def fleet(layout: Layout, machine: Machine) -> Fleet:
     """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one, where ranks on

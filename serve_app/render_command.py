@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.render.kuberay import Cloud, kustomization, manifests
@@ -18,13 +17,14 @@ from placement import checkpoint_header
 from placement.fleet import Machine, fleet
 from placement.handoff import Side, holdings
 from placement.layout import Layout, LayoutError, require
+from placement.memory import rank_memories
 from serve_app.catalog import resolve
 from serve_app.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.pools import layouts as layouts_of
+from serve_app.render_text import Files, text_of, write
 from serve_app.settings import Bytes, ServeArgs
 
 _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
-Files = dict[str, list[dict[str, Any]]]
 
 
 class RenderArgs(BaseModel):
@@ -70,15 +70,17 @@ class RenderArgs(BaseModel):
 
 
 def run_render(args: RenderArgs) -> None:
-    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`."""
+    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`; exits with 2 where `out` cannot be
+    written."""
     files = render(args)
     if args.out is None:
         typer.echo("---\n".join(text_of(documents) for documents in files.values()), nl=False)
         return
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, documents in files.items():
-        (args.out / name).write_text(text_of(documents))
-        print(f"wrote {args.out / name}", file=sys.stderr)
+    try:
+        write(files, args.out)
+    except OSError as error:
+        print(f"error: --out {args.out}: {error.strerror}: it must be a folder that can be made or written", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def render(args: RenderArgs) -> Files:
@@ -92,12 +94,15 @@ def render(args: RenderArgs) -> Files:
     deployment = deployment_of(args)
     for pool in deployment.pools:
         require(pool.layout, spec, pool.fleet.cluster)
+        if args.target == "kuberay":
+            pool.fleet.require_memory(sum(rank.weight_bytes for rank in rank_memories(spec, pool.layout)))
     return files_of(args, deployment)
 
 
 def deployment_of(args: RenderArgs) -> Deployment:
     """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
     layouts = _layouts(args)
+    args = _roomy(args, layouts) if args.target == "serve" else args
     arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
     machines = {name: _machine_of(args, argument) for name, argument in arguments.items()}
     _check_machines(args, machines)
@@ -111,6 +116,12 @@ def deployment_of(args: RenderArgs) -> Deployment:
         import_path=IMPORT_PATH,
         ingress=INGRESS,
     )
+
+
+def _roomy(args: RenderArgs, layouts: Mapping[str, Layout]) -> RenderArgs:
+    """The same on machines with room: a Serve file lists none, so what was not said of them cannot be wrong."""
+    slots = max(args.slots, *(layout.tp for layout in layouts.values()))
+    return args.model_copy(update={"slots": slots, "cpus": max(args.cpus or slots, slots)})
 
 
 def _layouts(args: RenderArgs) -> dict[str, Layout]:
@@ -140,6 +151,10 @@ def _machine_of(args: RenderArgs, pool: str) -> Machine:
     asked = {name.strip(): value.strip() for name, _, value in pairs}
     if not asked.keys() <= set(_OF_A_MACHINE):
         raise LayoutError(f"--{pool}-machine {text!r} must be some of {', '.join(f'{name}=...' for name in _OF_A_MACHINE)}")
+    if len(asked) < len(pairs):
+        names = [name.strip() for name, _, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LayoutError(f"--{pool}-machine {text!r} says {twice} {names.count(twice)} times: say it once")
     return _machine(RenderArgs.model_validate({**args.model_dump(), **asked}))
 
 
@@ -154,7 +169,7 @@ def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
     nobodys = [f"--{pool}-machine" for pool in _unlike(args) if not getattr(args, pool)]
     if nobodys:
         raise LayoutError(f"{' and '.join(nobodys)} is of a pool that there is not; --slots and the like are of all machines")
-    for machine in machines.values() if _in_pools(args) else ():
+    for machine in machines.values() if _in_pools(args) and args.target != "serve" else ():
         machine.require_room_for_transfers()
     if len(set(machines.values())) == 1:
         return
@@ -176,26 +191,6 @@ def files_of(args: RenderArgs, deployment: Deployment) -> Files:
         files = manifests(deployment, cloud)
         return {"kustomization.yaml": [kustomization(deployment.name, list(files))], **files}
     return {"cluster.yaml": [_ray_up(args, deployment)], "serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
-
-
-def text_of(documents: list[dict[str, Any]]) -> str:
-    """Documents as YAML, long texts as blocks."""
-    return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
-
-
-class _Blocks(yaml.SafeDumper):
-    """Texts of several lines are written as they are; what is used twice is written twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Blocks.add_representer(str, _block)
 
 
 def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:

@@ -7,22 +7,19 @@ with the deployment's, so that two never meet.
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import version
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.render.legal import require_accelerator, require_image, require_name
 from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
 from cluster.render.serve_file import HTTP_PORT, Deployment, Group, serve_file
 from cluster.topology import POOL_LABEL
 from placement.fleet import Machine
-from placement.layout import LayoutError
 
 Manifest = dict[str, Any]
-_LONGEST_NAME = 40
-"""Characters: KubeRay makes other names of it, which must keep below Kubernetes' 63."""
 
 
 class Cloud(BaseModel):
@@ -39,12 +36,11 @@ class Cloud(BaseModel):
 
 
 def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]:
-    """Every object, by the file it goes to. Raises `LayoutError` for a name that Kubernetes would refuse."""
-    if not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", deployment.name) or len(deployment.name) > _LONGEST_NAME:
-        raise LayoutError(
-            f"name {deployment.name!r} must be at most {_LONGEST_NAME} of a-z, 0-9 and '-', begin with a letter and not end "
-            "with '-'"
-        )
+    """Every object, by the file it goes to. Raises `LayoutError` for a name, image or label that Kubernetes would refuse."""
+    require_name(deployment.name)
+    require_image(cloud.image)
+    for group in deployment.groups:
+        require_accelerator(group.fleet.machine.accelerator, group.fleet.machine.kind)
     deployment = deployment.model_copy(update={"api_keys_file": KEYS_FILE})
     return {
         "service.yaml": [ray_service(deployment, cloud)],

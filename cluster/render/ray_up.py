@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal
 
+from cluster.render.legal import require_hosts, require_name
 from cluster.render.serve_file import Deployment, Group
 from cluster.render.start_commands import OWN_MACHINES, head_command, worker_command
 from cluster.topology import POOL_LABEL
@@ -38,7 +39,11 @@ def local_cluster(
     first; what is left over takes replicas of any.
 
     `setup`: commands that ready a machine, instead of bringing this checkout along and installing it.
+
+    Raises `LayoutError` for a name that is none, what is no address, and a machine that is given twice.
     """
+    require_name(deployment.name)
+    require_hosts(head, workers)
     machine, left = deployment.machine, iter(workers)
     kept = {group.pool: list(islice(left, group.fleet.machines)) for group in deployment.groups if group.pool}
     return {
@@ -59,8 +64,9 @@ def cloud_cluster(
 ) -> dict[str, Any]:
     """Machines that the cloud starts. `place`: region and zone (and GCP's project).
 
-    The head has a type of its own, so that it never counts against the workers.
+    The head has a type of its own, so that it never counts against the workers. Raises `LayoutError` for a name that is none.
     """
+    require_name(deployment.name)
     machine, types = deployment.machine, {"aws": _aws_type, "gcp": _gcp_type}[provider]
     return {
         "cluster_name": deployment.name,

@@ -20,7 +20,8 @@ from placement.model_spec import ModelSpec
 from placement.seating import seat
 from serve_app.catalog import DEFAULT_MODEL, resolve
 from serve_app.pools import layouts
-from serve_app.render_command import RenderArgs, deployment_of, render, text_of
+from serve_app.render_command import RenderArgs, deployment_of, render
+from serve_app.render_text import text_of
 from serve_app.settings import ServeArgs
 from tests.crd_schemas import faults
 from tests.layout_draws import draw_layout

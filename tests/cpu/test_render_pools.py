@@ -14,7 +14,7 @@ from cluster.render.start_commands import worker_command
 from placement.fleet import GIB, Machine
 from placement.layout import LayoutError
 from placement.model_spec import ModelError
-from serve_app.render_command import RenderArgs, deployment_of, render
+from serve_app.render_command import RenderArgs, deployment_of, render, run_render
 from tests.render_checks import check_manifest, check_ray_up
 from tests.tiny_models import tiny
 
@@ -153,3 +153,59 @@ def test_a_machine_of_ones_own_finds_its_pool(tmp_path: Path, addresses: str, ow
     words = done.stdout.splitlines()
     assert words[:2] == ["start", "--address=10.0.0.1:6379"]
     assert words[-1] == f"--labels={labels}"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"image": ""}, "image ''"),
+        ({"image": "a b"}, "image 'a b' must be a name without spaces"),
+        ({"device": "cuda", "accelerator": "NVIDIA L40S"}, "accelerator 'NVIDIA L40S' must be"),
+        ({"device": "cuda", "accelerator": "L" * 64}, "at most 63"),
+        ({"device": "cuda", "prefill_machine": "accelerator=-L40S"}, "accelerator '-L40S'"),
+        ({"accelerator": "L40S"}, "accelerator 'L40S' is a kind of GPU, but device is cpu"),
+        ({"prefill_machine": "slots=4,cpus=9,slots=2"}, "'slots=4,cpus=9,slots=2' says slots 2 times"),
+        ({"name": "Demo"}, "name 'Demo' must be"),
+        ({"decode": "tp=1*4", "memory": "1GiB"}, r"take 1,\d\d\d MiB, but memory=1024MiB"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        render(args(**more))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"workers": ["w1", "w2", "W1"]}, "--worker 'W1' is given as --worker already"),
+        ({"workers": ["w1", "h"]}, "--worker 'h' is given as --head already"),
+        ({"workers": ["w1", "10.0.0.2 10.0.0.3"]}, "--worker '10.0.0.2 10.0.0.3' must be a host name"),
+        ({"workers": ["w1", "-oProxyCommand=x"]}, "--worker '-oProxyCommand=x' must be"),
+        ({"head": "a b"}, "--head 'a b' must be"),
+        ({"name": ""}, "name '' must be"),
+        ({"name": "a_b"}, "name 'a_b' must be"),
+        ({"name": "", "provider": "aws", "instance": "i", "region": "r", "zone": "z"}, "name '' must be"),
+    ],
+)
+def test_what_ray_up_would_stumble_over_is_refused(more: dict[str, Any], said: str) -> None:
+    asked = {"target": "ray-up", "head": "h", "workers": ["w1", "node-2.lan"], "prefill": "tp=4", "decode": "tp=4"}
+    render(args(**asked))
+    with pytest.raises(LayoutError, match=said):
+        render(args(**{**asked, **more}))
+
+
+def test_a_serve_file_asks_for_no_machines() -> None:
+    [file] = render(args(target="serve", slots=1, cpus=1, device="cuda", memory="1GiB"))["serve.yaml"]
+    assert file["applications"][0]["args"]["decode"] == POOLS["decode"]
+    with pytest.raises(LayoutError, match="tp=2 does not fit inside one machine of 1 slots"):
+        render(args(target="serve", prefill_machine="slots=1"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/shardwright")):
+        with pytest.raises(SystemExit) as ended:
+            run_render(args(out=out))
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(f"error: --out {out}: ")
+    assert (tmp_path / "file").read_text() == "mine"
