@@ -68,6 +68,8 @@ class Connection:
     embedded: bool
     head: Any = None
     """Ray's own record of the processes of an embedded head."""
+    others: tuple[Any, ...] = ()
+    """The same of the other embedded nodes."""
     end: Callable[[], None] = field(default=lambda: None)
     """Ends what `disconnect` would leave of an embedded cluster."""
 
@@ -166,7 +168,8 @@ def _embed_nodes(shape: Shape) -> Connection:
     except BaseException:
         cluster.shutdown()
         raise
-    return Connection(str(cluster.address), embedded=True, head=cluster.head_node, end=cluster.shutdown)
+    others = tuple(cluster.worker_nodes)
+    return Connection(str(cluster.address), embedded=True, head=cluster.head_node, others=others, end=cluster.shutdown)
 
 
 def configured_address() -> str | None:

@@ -42,7 +42,9 @@ class ClusterWatch:
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Return while the cluster lives."""
+        """Return while the cluster lives. A node that is not its head may die: it is lost as another host would be."""
+        for node in self._cluster.others:
+            node.dead_processes()  # asks the kernel: else they stay zombies, which their workers take for living raylets
         reason = _dead_process(self._cluster.head) if self._cluster.embedded else self._silence()
         if reason is not None and not self._over.is_set():
             self._only_once.acquire()

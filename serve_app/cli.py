@@ -72,6 +72,9 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to join; default: RAY_ADDRESS, else an embedded one.")
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of an application that runs on the cluster already.")
+    ] = False,
     nodes: Annotated[
         str | None, typer.Option(help="Embed so many Ray nodes of so many slots on this machine, for example 2x4.")
     ] = None,
@@ -109,7 +112,7 @@ def serve(
         }
     )
     shape = None if nodes is None else Shape.parse(nodes)
-    run_server(args, host=host, port=port, address=address, json_logs=json_logs, shape=shape)
+    run_server(args, host=host, port=port, address=address, json_logs=json_logs, shape=shape, replace=replace)
 
 
 @app.command()

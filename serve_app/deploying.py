@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -25,6 +25,8 @@ _DEPLOY_TIMEOUT_S = 900.0
 _SILENT_S = 60.0
 """A controller that gives no status for so long is gone; one that was restarted is back before."""
 
+_ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
+
 
 class StartFailed(SystemExit):
     """The service did not come up; the reason is already on stderr."""
@@ -32,6 +34,16 @@ class StartFailed(SystemExit):
     def __init__(self, reason: str) -> None:
         print(f"error: {reason}", file=sys.stderr)
         super().__init__(2)
+
+
+def check_free(replace: bool) -> None:
+    """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced."""
+    found = _application()
+    if found is not None and found["status"] in _ALIVE and not replace:
+        raise StartFailed(
+            f"an application {APP_NAME} is {found['status'].value} on this cluster already, deployed "
+            f"{_ago(found)} ago: end the command that serves it, or give --replace to take its place"
+        )
 
 
 def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> int:
@@ -55,14 +67,34 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> int:
     return _port(port)
 
 
-def _port(asked: int) -> int:
+def deployed_at() -> float | None:
+    """When the application on the connected cluster was deployed, in seconds since 1970; None where there is none."""
+    found = _application()
+    return None if found is None else float(found["last_deployed_time_s"])
+
+
+def _application() -> dict[str, Any] | None:
+    found: dict[str, Any] | None = _details().get("applications", {}).get(APP_NAME)
+    return found
+
+
+def _ago(application: dict[str, Any]) -> str:
+    return f"{max(0, time.time() - application['last_deployed_time_s']):.0f} s"
+
+
+def _details() -> dict[str, Any]:
+    """What Serve's controller knows; nothing where it does not answer in time, which is no reason to fail."""
     from ray.exceptions import RayError
 
     from cluster.status import serve_details
 
-    found = asked
-    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
-        found = (serve_details().get("http_options") or {}).get("port", asked)
+    with suppress(RayError):
+        return serve_details()
+    return {}
+
+
+def _port(asked: int) -> int:
+    found: int = (_details().get("http_options") or {}).get("port", asked)
     if found != asked:
         print(
             f"Ray Serve runs on this cluster already, on port {found}: it stays there, whatever --port says.", file=sys.stderr

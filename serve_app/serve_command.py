@@ -24,7 +24,7 @@ from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import LayoutError
 from serve_app import pools, proxy
-from serve_app.deploying import StartFailed, deploy
+from serve_app.deploying import StartFailed, check_free, deploy, deployed_at
 from serve_app.endpoint_health import health_line
 from serve_app.names import APP_NAME
 from serve_app.pools import Service
@@ -39,9 +39,17 @@ _INTERRUPTED = 130
 
 
 def run_server(
-    args: ServeArgs, *, host: str, port: int, address: str | None, json_logs: bool, shape: local.Shape | None = None
+    args: ServeArgs,
+    *,
+    host: str,
+    port: int,
+    address: str | None,
+    json_logs: bool,
+    shape: local.Shape | None = None,
+    replace: bool = False,
 ) -> None:
     """Serve until interrupted. Mistakes are found before anything starts, where they can be. `shape`: embed these nodes.
+    `replace`: take the place of an application that runs on the cluster.
 
     Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
     """
@@ -56,17 +64,21 @@ def run_server(
         cluster = _connect(address, served.devices, shape)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     watch = ClusterWatch(cluster, _cluster_lost)
+    is_ours, since = False, None
     try:
         if not stop.is_set():
             with _told(stop, watch.check):
+                check_free(replace)
+                is_ours = True
                 port = deploy(args, host, port, stop)
+                since = deployed_at()
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, served, f"http://{_reachable(host)}:{port}", cluster.address, texts)
         stop.wait()
     finally:
         watch.close()
-        _end(cluster)
+        _end(cluster, is_ours, since)
 
 
 def _connect(address: str | None, slots: int, shape: local.Shape | None) -> local.Connection:
@@ -140,8 +152,11 @@ def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
     return "/v1/completions", {"prompt": [1, 2, 3] if texts.tokenizer is None else "The capital of France is", **options}
 
 
-def _end(cluster: local.Connection) -> None:
-    """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told."""
+def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
+    """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told.
+
+    `is_ours`: this command has deployed one; `since`: when, if that is known. One that another command deployed stays.
+    """
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -154,7 +169,7 @@ def _end(cluster: local.Connection) -> None:
         try:
             if cluster.embedded:
                 serve.shutdown()
-            else:
+            elif is_ours and (since is None or deployed_at() == since):
                 serve.delete(APP_NAME)
         except Exception as error:
             # An embedded Ray takes the application with it, and where there is no Serve there is no application.

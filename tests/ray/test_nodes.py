@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actors.transfer.nixl_transport import is_installed
 from placement.hardware import ClusterSpec
-from tests.ray.server import READY_S, Server, environment, finish, kill, ready, run, serving, start, wait_until
+from tests.ray.server import READY_S, Server, environment, finish, kill, marked, ready, run, serving, start, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
 
@@ -90,7 +91,7 @@ sys.stdin.read()
 def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
     mine = {"XDG_RUNTIME_DIR": str(tmp_path)}  # where a command finds the cluster of another
     folder = str(tiny("llama3").folder)
-    with serving(folder, "--layout", "tp=2,pp=2", "--dtype", "float32", "--nodes", "2x2", env=mine) as server:
+    with serving(folder, "--layout", "tp=2,pp=2", "--dtype", "float32", "--nodes", "2x4", env=mine) as server:
         alone = server.post("/v1/completions", body([1, 2, 3], 4))["choices"][0]["token_ids"]
         assert len(alone) == 4
         address = server.log.read_text().split("(Ray at ")[1].split(")")[0]
@@ -106,16 +107,22 @@ def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
         nodes = [rank["node"] for rank in ranks]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         assert set(nodes) == {"node0", "node1"}
-        assert {rank["pid"] for rank in ranks} == {process.pid for process in server.ranks()}
+        known = {process.pid for process in server.ranks()}
+        assert {rank["pid"] for rank in ranks} == known
         assert {(rank["device"], rank["state"]) for rank in ranks} == {("cpu", "running")}
         text = run("status", env=mine).stdout
         assert "pp 1 attn_dp 0 cp 0 tp 1" in text
         seen = ClusterSpec.model_validate_json(run("cluster", "--json", "--measure", env=mine).stdout)
-        assert [(node.name, node.slots) for node in seen.nodes] == [("node0", 2), ("node1", 2)]
+        assert [(node.name, node.slots) for node in seen.nodes] == [("node0", 4), ("node1", 4)]
         assert seen.link(0, 1).source == "measured"
         assert seen.link(0, 1).bytes_per_s > 1e6
         refused = run("status", "--address", address)
         assert refused.returncode == 2, "without the token nobody gets in"
+        raylet_of(server, "node1").kill()
+        wait_until(
+            lambda: {rank.pid for rank in server.ranks()}.isdisjoint(known) and ready(server), READY_S, server.log.read_text
+        )
+        assert server.post("/v1/completions", body([1, 2, 3], 4))["choices"][0]["token_ids"] == alone, "all on the other node"
     none = run("status", env=mine)
     assert none.returncode == 2
     assert "no shardwright serve runs" in none.stderr
@@ -184,6 +191,10 @@ def test_serve_waits_for_a_busy_cluster_and_tells_which_slow_link_the_layout_cro
                 told = server.log.read_text()
                 assert re.search(r"stage boundary \(pp\) crosses (n0 -> n1|n1 -> n0)", told), told
                 assert "slow link, assumed 10 Gbit/s" in told
+                second = run("serve", model, *address, "--port", "0", env=OPEN)
+                assert second.returncode == 2
+                assert "an application shardwright is RUNNING on this cluster already" in second.stderr
+                assert server.health() == 200, "it is not that of the second, which has ended"
                 finish(server)
             finally:
                 kill(server.process, server.mark)
@@ -209,6 +220,12 @@ def test_pools_sit_on_the_nodes_that_are_kept_for_them() -> None:
         refused = run("serve", str(tiny("llama3").folder), "--prefill", "*1", "--decode", "pp=3", *address, env=OPEN)
         assert refused.returncode == 2
         assert "only 2 of 3 bundles" in refused.stderr, "n1 has room for one more, but not for this pool"
+
+
+def raylet_of(server: Server, node: str) -> psutil.Process:
+    """The process that is an embedded node."""
+    [found] = [each for each in marked(server.mark) if each.name() == "raylet" and node in " ".join(each.cmdline())]
+    return found
 
 
 @contextmanager
