@@ -136,7 +136,14 @@ def leave() -> None:
 def _join(address: str) -> Connection:
     import ray
 
-    context: Any = ray.init(address=address, **_COMMON)
+    try:
+        context: Any = ray.init(address=address, **_COMMON)
+    except ConnectionError as error:
+        mode = os.environ.get("RAY_AUTH_MODE", "unset")
+        raise ConnectionError(
+            f"{error}. Where something does answer there, it may be the token: RAY_AUTH_MODE is {mode} here, and mode and "
+            "RAY_AUTH_TOKEN must be those of the cluster"
+        ) from error
     return Connection(address=str(context.address_info["address"]), embedded=False)
 
 

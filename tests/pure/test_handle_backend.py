@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
 
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from serve_app.handle_backend import HandleBackend
@@ -39,3 +40,21 @@ async def test_a_request_nobody_takes_is_refused_in_time() -> None:
     backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=0.05)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"no engine replica could take the request for 0\.05 s"):
         await backend._taken(REQUEST, asyncio.Queue())
+
+
+class _Lost:
+    """A handle whose only replica is gone: Ray's own words for that are about its parts, over many lines."""
+
+    def options(self, method_name: str) -> _Lost:
+        return self
+
+    def broadcast(self, _method: str) -> _Lost:
+        return self
+
+    async def results_async(self, **_limits: object) -> list[object]:
+        return [RayActorError()]
+
+
+async def test_health_names_what_was_lost_and_does_not_quote_ray() -> None:
+    health = await HandleBackend(_Lost(), 1).health()  # type: ignore[arg-type]
+    assert (health.ok, health.reason) == (False, "a replica does not answer: RayActorError")
