@@ -110,7 +110,7 @@ def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> No
     assert first.tier_found_tokens == 0
     assert second.tier_found_tokens == len(texts) * 40
     assert second.tier_hits["shared"] > 0
-    damaged = next(path for path in tmp_path.glob("??/*/*") if path.is_file())
+    damaged = next(path for path in tmp_path.glob("*/??/*/*") if path.is_file())
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -20,9 +21,11 @@ from actors.tiers.background import BackgroundWriter
 from actors.tiers.directory import DirectoryTier
 from actors.tiers.file_format import decode, encode, file_bytes
 from actors.tiers.host import HostTier
+from actors.tiers.ledger import Ledger
 from actors.tiers.piece import Form, Piece
 from actors.tiers.rank_blocks import RankBlocks
 from actors.tiers.tiers import Tiers
+from actors.tiers.tree import OWN, DirectoryError
 from placement.handoff import Side
 from placement.layout import Layout
 from tests.transfer_cases import Case, model
@@ -162,7 +165,7 @@ def test_any_flipped_bit_and_any_other_length_is_a_miss(data: st.DataObject) -> 
 def test_a_damaged_file_is_a_miss_once_and_then_written_again(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 1 << 20)
     assert tier.store(NAMES[0], WHOLE, PAYLOAD)
-    [path] = tmp_path.glob("??/*/*")
+    [path] = tmp_path.glob("*/??/*/*")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
@@ -177,7 +180,7 @@ def test_another_blocks_file_under_a_blocks_name_is_a_miss(tmp_path: Path) -> No
     tier = DirectoryTier(tmp_path, 1 << 20)
     tier.store(NAMES[0], WHOLE, PAYLOAD)
     tier.store(NAMES[1], WHOLE, bytes(len(PAYLOAD)))
-    paths = {path.parent.name: path for path in tmp_path.glob("??/*/*")}
+    paths = {path.parent.name: path for path in tmp_path.glob("*/??/*/*")}
     paths[NAMES[1]].replace(paths[NAMES[0]])
     assert tier.load(NAMES[0], WHOLE) is None
 
@@ -188,13 +191,13 @@ def test_a_directory_is_bounded_and_gives_up_what_was_used_longest_ago(tmp_path:
     tier.pin([NAMES[1]])
     for at, name in enumerate(NAMES[:10]):
         assert tier.store(name, WHOLE, bytes(1000))
-        os.utime(tmp_path / name[:2] / name / str(WHOLE), (at, at))
+        os.utime(tmp_path / OWN / name[:2] / name / str(WHOLE), (at, at))
     assert tier.load(NAMES[0], WHOLE) is not None
     assert tier.store(NAMES[3], WHOLE, bytes(1000))
     assert all(tier.store(name, WHOLE, bytes(1000)) for name in NAMES[10:12])
     there = [bool(tier.pieces(name)) for name in NAMES[:12]]
     assert there == [True, True, False, True, False, *[True] * 7], "0 and 3 were used again, 1 is pinned"
-    assert tier.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("??/*/*")) <= 10 * size
+    assert tier.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/??/*/*")) <= 10 * size
     assert not tier.store(NAMES[12], WHOLE, bytes(11 * size))
 
 
@@ -203,10 +206,101 @@ def test_a_restart_finds_everything_and_counts_it_anew(tmp_path: Path) -> None:
     tier.store(NAMES[0], WHOLE, PAYLOAD)
     total = tier.num_bytes
     tier.close()
-    (tmp_path / ".ledger").write_text("7")
+    (tmp_path / OWN / ".ledger").write_text("7")
     again = DirectoryTier(tmp_path, 1 << 20)
     assert again.num_bytes == total
     assert again.load(NAMES[0], WHOLE) == PAYLOAD
+
+
+def test_a_persons_own_files_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    theirs = [
+        tmp_path / "en/docs/thesis.txt",
+        tmp_path / OWN / "en/docs/thesis.txt",
+        tmp_path / OWN / NAMES[0][:2] / NAMES[0] / "note",
+        tmp_path / OWN / NAMES[0][:2] / NAMES[0] / "folder" / "note",
+        tmp_path / OWN / NAMES[1][:2] / "docs" / str(WHOLE),
+        tmp_path / OWN / NAMES[2][:2] / NAMES[2] / str(piece_of(3)) / "note",
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(500))
+        os.utime(path, (1, 1))
+    tier = DirectoryTier(tmp_path, 2 * file_bytes(NAMES[0], WHOLE, 1000))
+    assert tier.num_bytes == 0
+    assert all(tier.store(name, WHOLE, bytes(1000)) for name in NAMES[:6])
+    assert all(path.read_bytes() == bytes(500) for path in theirs)
+
+
+def test_what_lies_in_the_way_of_a_block_is_a_failed_store(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    (tmp_path / OWN / NAMES[0][:2]).write_bytes(b"theirs")
+    assert not tier.store(NAMES[0], WHOLE, PAYLOAD)
+    other = next(name for name in NAMES if name[:2] != NAMES[0][:2])
+    assert tier.store(other, WHOLE, PAYLOAD)
+
+
+@pytest.mark.parametrize("text", ["garbage", "-7", "", "\x00" * 40])
+def test_a_ledger_without_a_number_is_put_right(tmp_path: Path, text: str) -> None:
+    tier = DirectoryTier(tmp_path, 1 << 20)
+    assert tier.store(NAMES[0], WHOLE, PAYLOAD)
+    total = tier.num_bytes
+    (tmp_path / OWN / ".ledger").write_text(text)
+    assert tier.num_bytes == total
+    assert tier.store(NAMES[1], WHOLE, PAYLOAD)
+    assert int((tmp_path / OWN / ".ledger").read_text()[:32]) == 2 * total
+
+
+def test_a_ledger_that_is_never_let_go_costs_stores_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = DirectoryTier(tmp_path, 1 << 20)
+    assert first.store(NAMES[0], WHOLE, PAYLOAD)
+    [path] = tmp_path.glob("*/??/*/*")
+    monkeypatch.setattr(Ledger.locked.__wrapped__, "__defaults__", (0.1,))
+    with (tmp_path / OWN / ".ledger").open("r+") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        tier = DirectoryTier(tmp_path, 1 << 20)
+        writer = BackgroundWriter(tier, 1 << 20)
+        writer.offer(NAMES[1], WHOLE, PAYLOAD)
+        writer.offer(NAMES[2], WHOLE, PAYLOAD)
+        writer.flush(30)
+        assert writer.num_failed == 2
+        assert caplog.text.count("was locked by another process") == 1
+        assert tier.load(NAMES[0], WHOLE) == PAYLOAD
+        path.write_bytes(bytes(path.stat().st_size))
+        assert tier.load(NAMES[0], WHOLE) is None
+    assert tier.store(NAMES[0], WHOLE, PAYLOAD), "the damaged file is removed, once the ledger can be had"
+    assert tier.load(NAMES[0], WHOLE) == PAYLOAD
+    assert tier.num_bytes == path.stat().st_size
+    writer.close(30)
+
+
+def test_a_disk_smaller_than_the_limit_gives_up_what_was_used_longest_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = file_bytes(NAMES[0], WHOLE, 1000)
+    tier, write = DirectoryTier(tmp_path, 1 << 30), Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if sum(each.stat().st_size for each in tmp_path.glob("*/??/*/*")) + len(content) > 5 * size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for at, name in enumerate(NAMES[:5]):
+        assert tier.store(name, WHOLE, bytes(1000))
+        os.utime(tmp_path / OWN / name[:2] / name / str(WHOLE), (at, at))
+    assert tier.store(NAMES[5], WHOLE, bytes(1000))
+    assert [bool(tier.pieces(name)) for name in NAMES[:6]] == [False, *[True] * 5]
+    assert tier.num_bytes == 5 * size
+    assert not tier.store(NAMES[6], WHOLE, bytes(6 * size)), "tried again once"
+
+
+def test_a_directory_that_cannot_be_one_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"theirs")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/blocks")):
+        with pytest.raises(DirectoryError, match=f"disk_cache '{path}': .+; give a directory"):
+            DirectoryTier(path, 1 << 20)
 
 
 _WRITE_ON = """
@@ -275,9 +369,9 @@ def test_a_writer_killed_in_a_write_leaves_nothing_under_the_blocks_name(tmp_pat
 
 def test_what_a_killed_writer_left_behind_is_removed_once_it_is_old(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 3000)
-    folder = tmp_path / NAMES[0][:2] / NAMES[0]
+    folder = tmp_path / OWN / NAMES[0][:2] / NAMES[0]
     folder.mkdir(parents=True)
-    young, old = folder / ".new-young", folder / ".new-old"
+    young, old = folder / f".new-{1:032x}", folder / f".new-{2:032x}"
     for left in (young, old):
         left.write_bytes(bytes(2000))
     os.utime(old, (1, 1))
@@ -288,7 +382,7 @@ def test_what_a_killed_writer_left_behind_is_removed_once_it_is_old(tmp_path: Pa
 
 def test_a_store_waits_for_another_process_that_has_the_ledger(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 1 << 20)
-    with (tmp_path / ".ledger").open("r+") as ledger:
+    with (tmp_path / OWN / ".ledger").open("r+") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         storing = threading.Thread(target=tier.store, args=(NAMES[0], WHOLE, PAYLOAD))
         storing.start()
@@ -310,7 +404,7 @@ def test_two_processes_share_a_directory_within_its_limit(tmp_path: Path) -> Non
         for other in others:
             other.kill()
     tier = DirectoryTier(tmp_path, limit)
-    files = [path.stat().st_size for path in tmp_path.glob("??/*/*")]
+    files = [path.stat().st_size for path in tmp_path.glob("*/??/*/*")]
     assert 0 < sum(files) == tier.num_bytes <= limit
 
 
@@ -461,7 +555,7 @@ def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
     writer = _Replica("gqa", "tp=2", tmp_path)
     names = _names(writer.form)
     writer.save(names)
-    (tmp_path / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
+    (tmp_path / OWN / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
     reader = _Replica("gqa", "pp=3", tmp_path)
     assert reader.load(names) == [1, 1, 1]
     assert [tiers.count(names, reader.blocks[at].pieces(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]

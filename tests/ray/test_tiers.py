@@ -19,7 +19,7 @@ def test_after_everything_was_killed_the_directory_serves_another_layout(tmp_pat
         wait_until(lambda: ready(server), READY_S, server.log.read_text)
         before = answers(server)
         assert server.gauge("tier_saved_blocks") >= 3 * len(PROMPTS)
-        wait_until(lambda: len(list(shared.glob("??/*/l*"))) >= 6 * len(PROMPTS), 30, lambda: f"{list(shared.rglob('*'))}")
+        wait_until(lambda: len(list(shared.glob("*/??/*/l*"))) >= 6 * len(PROMPTS), 30, lambda: f"{list(shared.rglob('*'))}")
     finally:
         kill(server.process, server.mark)
     with serving(model, "--layout", "pp=2", *options) as again:
