@@ -49,6 +49,8 @@ class Tiering(BaseModel):
     form: Form
     block_bytes: Positive
     """Of one block, on the rank that keeps most of it."""
+    fetch_s: Seconds = 5.0
+    """From asking the ranks for blocks to the last moment at which their sequence waits for them; then it is computed."""
 
     @property
     def capacity(self) -> int:

@@ -66,6 +66,8 @@ class StepLoop:
         """Plans whose results are not back, oldest first, and when each was sent."""
         self._order = itertools.count()
         self._busy_since: float | None = None
+        self._starved_since: float | None = None
+        """Since when requests wait, none runs, and ranks do not give back blocks that they fetch."""
         self._last_step_at: float | None = None
         self._step_seconds = 0.0
         self._meter = BubbleMeter(config.stages * config.lanes if config.stages > 1 else 1)
@@ -141,6 +143,8 @@ class StepLoop:
                 return self.ended
             if self._busy_since is not None and now - self._busy_since > self.config.step_timeout_s:
                 return f"a step has not ended for {now - self._busy_since:.1f} s (limit {self.config.step_timeout_s:g} s)"
+            if self._starved_since is not None and now - self._starved_since > self.config.step_timeout_s:
+                return f"requests wait for blocks that tiers have not filled for {now - self._starved_since:.1f} s"
         return None if self._thread.is_alive() else "the engine's thread is not running"
 
     def stats(self) -> EngineStats:
@@ -172,6 +176,7 @@ class StepLoop:
                 tier_saved_blocks=scheduler.shelves.counts.saved_blocks,
                 tier_asked_tokens=scheduler.shelves.counts.asked_tokens,
                 tier_found_tokens=scheduler.shelves.counts.found_tokens,
+                tier_late=scheduler.shelves.counts.late,
                 tier_hits=dict(scheduler.shelves.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
                 hand_offs=None if self.config.pool is None else scheduler.hand_offs.stats(),
@@ -183,6 +188,7 @@ class StepLoop:
                 self._hear()
                 self._deliver(self._scheduler.reap(self._clock()))
                 self._send_plans()
+                self._look_for_starvation()
                 if self._in_flight:
                     self._take_result()
                 elif self._scheduler.hand_offs:
@@ -238,6 +244,10 @@ class StepLoop:
             self._in_flight.append((plan, self._clock()))
             self._meter.sent(self._in_flight[-1][1])
             self._link.send(plan)
+
+    def _look_for_starvation(self) -> None:
+        is_starved = not self._in_flight and self._scheduler.shelves.is_stuck and self._scheduler.waiting.num_requests > 0
+        self._starved_since = (self._starved_since or self._clock()) if is_starved else None
 
     def _take_result(self) -> None:
         result = self._receive()

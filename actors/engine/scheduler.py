@@ -101,6 +101,8 @@ class Scheduler:
         """End what needs no step: requests past their deadline, and those with nothing to sample or score."""
         for made in self.reservations.expired(now):
             self._compute_here(made)
+        for sequence in self.shelves.expired(now):
+            self._start_over(sequence)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
@@ -142,7 +144,10 @@ class Scheduler:
         """Nobody will fill these blocks: their sequence starts from its tokens, like one that was preempted."""
         self.reservations.abandon(made)
         self.reservations.counts.fallen_back += 1
-        sequence = made.sequence
+        self._start_over(made.sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Back into the queue, without the blocks that it was reserved."""
         sequence.forget_ranks()
         sequence.state = State.WAITING
         sequence.preemptions += 1
@@ -192,7 +197,7 @@ class Scheduler:
             promised = self.shelves.promises(sequence)
             if promised:
                 sequence.state = State.RESERVED
-                self.shelves.fetch(sequence, promised)
+                self.shelves.fetch(sequence, promised, now)
             elif not self._hands_over(sequence, now):
                 self._begin(sequence, drafts[lane.index], now)
                 lane.run_chunk(sequence, drafts[lane.index])

@@ -68,6 +68,8 @@ class Sequence:
     """An event with the prompt's logprobs is out."""
     reserves: bool = False
     """Its prompt may be computed by a prefill pool; not a second time."""
+    skips_tiers: bool = False
+    """Its blocks did not come from the tiers in time: it does not ask them again."""
     spare_tokens: int = 0
     """Tokens of output for which it gets blocks at once."""
 

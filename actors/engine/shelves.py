@@ -8,7 +8,8 @@
 
 What this engine had saved it believes to be there, as much as the tiers hold; what others saved it sees in the directory. To
 be wrong costs a look: ranks say how many blocks they found, and the rest is computed. Blocks that are being filled go to
-nobody else before every rank has said so, whatever becomes of their sequence.
+nobody else before every rank has said so, whatever becomes of their sequence: one that has waited `Tiering.fetch_s` is computed
+in other blocks, and nobody asks the tiers while a rank still owes an answer.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class _Fetch:
     waiting_for: set[int]
     found: int
     """Blocks that all ranks heard of so far have."""
+    ends_s: float
+    """When its ranks are late."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class ShelfCounts:
     saved_blocks: int = 0
     asked_tokens: int = 0
     found_tokens: int = 0
+    late: int = 0
+    """Sequences that gave up waiting."""
     hits: Counter[str] = field(default_factory=Counter)
     """Pieces of blocks that ranks fetched, by the tier they came from, and those that were missed."""
 
@@ -73,6 +78,8 @@ class Shelves:
         """Both: for the next plan."""
         self._config, self._lanes, self._tiers = config, lanes, config.tiers
         self._under_way: dict[str, _Fetch] = {}
+        self.is_stuck = False
+        """Whether a rank was late at the last look, and still is."""
         self._believed = _Believed(config.tiers.capacity if config.tiers is not None else 0)
         self._doubted: set[BlockHash] = set()
         self._directory: DirectoryTier | None = None
@@ -108,18 +115,19 @@ class Shelves:
         """Blocks behind those found on the device that a tier is believed to have. Never the last token's."""
         if self._tiers is None or sequence.scores_prompt or not self._config.prefix_cache:
             return 0
+        if self.is_stuck or sequence.skips_tiers:
+            return 0
         first = sequence.num_registered
         wanted = sequence.chain.hashes[first : (len(sequence.tokens) - 1) // self._config.block_size]
         return next((index for index, block in enumerate(wanted) if not self._is_there(block)), len(wanted))
 
-    def fetch(self, sequence: Sequence, count: int) -> None:
+    def fetch(self, sequence: Sequence, count: int, now: float) -> None:
         """Have `count` blocks of a sequence, which has them all, filled."""
         assert self._tiers is not None
         ticket_id, first = f"{sequence.request.request_id}~{sequence.order}~{sequence.preemptions}", sequence.num_registered
         hashes = sequence.chain.hashes[first : first + count]
-        self._under_way[ticket_id] = _Fetch(
-            sequence, sequence.lane, list(sequence.blocks), hashes, set(self._tiers.ranks_of(sequence.lane)), count
-        )
+        ranks, ends_s = set(self._tiers.ranks_of(sequence.lane)), now + self._tiers.fetch_s
+        self._under_way[ticket_id] = _Fetch(sequence, sequence.lane, list(sequence.blocks), hashes, ranks, count, ends_s)
         self._lanes[sequence.lane].num_reserved += 1
         self.counts.asked_tokens += count * self._config.block_size
         self.fetches.append(
@@ -167,6 +175,17 @@ class Shelves:
             self._give_back(name)
         return True
 
+    def expired(self, now: float) -> list[Sequence]:
+        """The sequences whose blocks did not come in time: they leave, without blocks, and ask the tiers no more."""
+        late = [fetch for fetch in self._under_way.values() if fetch.waiting_for and now >= fetch.ends_s]
+        self.is_stuck = bool(late)
+        sequences = [fetch.sequence for fetch in late if fetch.sequence is not None]
+        for sequence in sequences:
+            self.counts.late += 1
+            self.abandon(sequence)
+            sequence.skips_tiers = True
+        return sequences
+
     def _give_back(self, ticket_id: str) -> None:
         fetch = self._under_way.pop(ticket_id)
         self._lanes[fetch.lane].pool.free(fetch.blocks)
@@ -180,6 +199,8 @@ class Shelves:
     def _is_there(self, block: BlockHash) -> bool:
         if block in self._believed.hashes or block in self._doubted:
             return block not in self._doubted
+        if self.is_stuck:  # this thread must not hang where a rank may
+            return False
         return self._directory is not None and self._form is not None and bool(self._directory.pieces(self._form.name(block)))
 
     def _pages(self, blocks: list[int]) -> list[int]:

@@ -137,6 +137,8 @@ class EngineStats(BaseModel):
     tier_asked_tokens: int = 0
     """Prompt tokens whose blocks were looked for there, and those found."""
     tier_found_tokens: int = 0
+    tier_late: int = 0
+    """Prompts that were computed since their blocks did not come from there in time."""
     tier_hits: dict[str, int] = {}
     """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), and those missed."""
     experts: ExpertStats | None = None

@@ -5,19 +5,24 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from actors.engine.config import EngineConfig
+from actors.engine.config import EngineConfig, Tiering
 from actors.engine.engine import Engine
 from actors.engine.link import LinkError
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
 from actors.engine.scripted import ScriptedLink, continuation, prompt_logprobs
 from actors.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
+from actors.tiers.piece import Form
+from actors.tiers.settings import TierSettings
+from placement.layout import Layout
+from tests.handoff_cases import heads_model
 
 WAIT_S = 20.0
 VOCAB = 1000
@@ -346,3 +351,27 @@ def test_neither_torch_nor_ray_comes_with_the_engine() -> None:
     script = "import sys, actors.engine.engine, actors.engine.zmq_link; print({'torch', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_requests_that_stuck_tiers_starve_make_a_replica_unhealthy() -> None:
+    """Blocks of a fetch that no rank answers are all there are: the next request waits, and nothing runs."""
+    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
+    settings = TierSettings(model_digest="a" * 64, host_bytes=1 << 20)
+    tiers = Tiering(settings=settings, layout=Layout.parse(""), form=form, block_bytes=64, fetch_s=0.01)
+    small = config(tiers=tiers, num_blocks=6, max_model_len=24, step_timeout_s=0.3)
+    engine, inbox = Engine(small, ScriptedLink(6, 4, VOCAB)), Inbox()
+    engine.start()
+    try:
+        for name, prompt in (("first", [*range(20)]), ("second", [*range(50, 71)])):
+            engine.submit(request(name, prompt, max_tokens=1), inbox)
+            inbox.wait(name)
+        engine.submit(request("third", [*range(20)], max_tokens=1), inbox)  # to be fetched, and there is no other room
+        until = time.monotonic() + WAIT_S
+        while engine.healthy() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert engine.stats().tier_late == 1
+        assert "tiers have not filled" in str(engine.healthy())
+        engine.cancel("third")
+        inbox.wait("third")
+    finally:
+        engine.close()

@@ -253,15 +253,7 @@ def test_short_prompts_and_those_that_are_cached_are_computed_here() -> None:
 @pytest.mark.parametrize(("length", "found", "first"), [(20, 2, 8), (20, 1, 4), (20, 0, 0), (11, 2, None), (11, 0, 0)])
 def test_tiers_are_read_first_and_the_rest_is_handed_over_if_it_is_worth_it(length: int, found: int, first: int | None) -> None:
     """Two blocks were put away and have left the device since; of the second and third prompt too few tokens remain."""
-    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
-    settings = TierSettings(model_digest="a" * 64, host_bytes=1 << 20)
-    layout = Layout.parse("tp=2")
-    side = Side(config(tiers=Tiering(settings=settings, layout=layout, form=form, block_bytes=64)))
-    for name, prompt in (("first", range(9)), ("second", range(50, 81))):
-        side.add(request(request_id=name, prompt=list(prompt), max_tokens=1))
-        while len(side.events) == 0 or side.events[-1].finish is None:
-            side.step()
-        side.events.clear()
+    side = tiered_side()
     side.add(request(prompt=list(range(9)) + list(range(30, 30 + length - 9)), reserves=True))
     [fetch] = side.step().fetches
     assert (fetch.first, len(fetch.hashes)) == (0, 2)
@@ -272,6 +264,58 @@ def test_tiers_are_read_first_and_the_rest_is_handed_over_if_it_is_worth_it(leng
     assert [(row.start, row.count) for row in plan.rows] == ([(8, 3)] if first is None else [])
     side.cancel()
     assert side.held == 0
+
+
+def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> None:
+    side = tiered_side(fetch_s=5.0)
+    side.add(request(max_tokens=1))
+    [fetch] = side.step().fetches
+    side.tell(0, fetched={fetch.ticket_id: 2})
+    side.now = 4.9
+    assert side.plan() is None
+    side.now = 5.0
+    plan = side.step()
+    assert (plan.fetches, [(row.start, row.count) for row in plan.rows]) == ([], [(0, 8)])
+    assert not {block for row in plan.rows for block in row.new_blocks} & set(fetch.blocks), "a rank may still fill them"
+    side.step()
+    assert (side.events[-1].finish, side.held, side.scheduler.shelves.counts.late) == ("length", 3, 1)
+    side.add(request(request_id="b", prompt=[*range(20, 29)], max_tokens=1))
+    assert side.step().fetches == [], "nobody asks tiers that are stuck"
+    side.step()
+    side.tell(1, fetched={fetch.ticket_id: 2})
+    assert side.held == 0
+    run_alone(side, range(100, 131))
+    side.add(request(request_id="c", prompt=[*range(20, 29)], max_tokens=1))
+    assert len(side.step().fetches) == 1, "they answer again"
+
+
+def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
+    side = tiered_side(fetch_s=5.0)
+    side.add(request(max_tokens=1))
+    [fetch] = side.step().fetches
+    side.now = 5.0
+    side.scheduler.reap(side.now)
+    for rank in range(2):
+        side.tell(rank, fetched={fetch.ticket_id: 2})
+    assert (side.held, side.step().fetches) == (0, [])
+
+
+def tiered_side(**changes: Any) -> Side:
+    """Two blocks of ``range(9)`` and two of ``range(20, 29)`` are in the tiers, and have left the device since."""
+    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
+    settings = TierSettings(model_digest="a" * 64, host_bytes=1 << 20)
+    tiers = Tiering(settings=settings, layout=Layout.parse("tp=2"), form=form, block_bytes=64, **changes)
+    side = Side(config(tiers=tiers))
+    for prompt in (range(9), range(20, 29), range(50, 81)):
+        run_alone(side, prompt)
+    return side
+
+
+def run_alone(side: Side, prompt: range) -> None:
+    side.add(request(request_id=f"alone {prompt}", prompt=list(prompt), max_tokens=1))
+    while side.scheduler.num_live:
+        side.step()
+    side.events.clear()
 
 
 def test_stages_only_move_forward() -> None:
