@@ -20,6 +20,9 @@ DEFAULT_CONTEXT = 8192
 DEFAULT_KV_BYTES = 2**30
 """KV cache of a CPU rank unless asked otherwise. Pages are touched only when used."""
 
+DEFAULT_DISK_BYTES = 16 * 2**30
+"""What a directory for KV blocks may take unless asked otherwise."""
+
 SHARED_VARIABLES = (
     *("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_NET_GDR_LEVEL"),
     *("TORCH_NCCL_DUMP_ON_TIMEOUT", "HF_HUB_OFFLINE"),
@@ -51,7 +54,7 @@ class ReplicaSettings(BaseModel):
     """Host memory for KV blocks that the device gave up, per rank."""
     disk_cache: Path | None = None
     """A directory for KV blocks, which may be shared; None: none."""
-    disk_cache_bytes: Positive = 16 << 30
+    disk_cache_bytes: Positive = DEFAULT_DISK_BYTES
     max_batch_tokens: Positive = 2048
     max_sequences: Positive = 64
     max_waiting: Positive = 1024

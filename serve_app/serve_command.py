@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from actors.tiers.tree import DirectoryError, own_folder
 from cluster import local
 from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
@@ -56,6 +57,8 @@ def run_server(
     _set_logs(json_logs)
     served, texts = _preflight(args, address, shape)
     joins = shape is None and (address or local.configured_address()) is not None
+    if not joins:  # elsewhere, the replicas' machines say at their start what is wrong with it
+        _check_directory(served)
     if not joins or port == 0:  # on a cluster of its own, the port may be held by its Serve, which takes the application
         port = _free_port(host, port)
     stop = threading.Event()
@@ -115,6 +118,16 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) 
     if served.in_pools and alone:
         pools.check_nixl()
     return served, check_files(Path(served.engine.model_path), served.engine.spec)
+
+
+def _check_directory(served: Service) -> None:
+    """Make the directory for KV blocks. Exits with 2 where this machine cannot."""
+    directory = served.engine.disk_cache
+    try:
+        if directory is not None:
+            own_folder(directory)
+    except DirectoryError as error:
+        raise StartFailed(str(error)) from error
 
 
 def _reachable(host: str) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from actors.engine.balancing import USUAL_INTERVAL
-from cluster.settings import DEFAULT_CONTEXT, DEFAULT_KV_BYTES, ReplicaSettings
+from cluster.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
 from placement import checkpoint_header, handoff, memory
 from placement.hardware import ClusterSpec, cpu_has_bfloat16
 from placement.layout import Layout, LayoutError, require
@@ -67,8 +67,8 @@ class ServeArgs(BaseModel):
     """Host memory of each rank for KV blocks that its device gives up, for example ``4GiB``; 0: none."""
     disk_cache: str | None = None
     """A directory for KV blocks, which outlives the server and may be shared by several."""
-    disk_cache_bytes: Bytes = 16 << 30
-    """Bytes that all who use that directory may fill together."""
+    disk_cache_bytes: Bytes | None = None
+    """Bytes that all who use that directory may fill together; by default 16 GiB."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between looks at how evenly experts are loaded; 0: none by time; by default 3,000 where ep > 1."""
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -85,6 +85,20 @@ class ServeArgs(BaseModel):
     api_keys: tuple[str, ...] = ()
     api_keys_file: str | None = None
     """A file of further keys, one a line, where the HTTP process runs; one that is not there has none."""
+
+    @field_validator("disk_cache")
+    @classmethod
+    def _names_a_directory(cls, path: str | None) -> str | None:
+        if path is not None and not path.strip():
+            raise ValueError("must name a directory, '.' for the working directory; leave it out for none")
+        return path
+
+    @field_validator("disk_cache_bytes")
+    @classmethod
+    def _bounds_a_directory(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        if limit is not None and info.data.get("disk_cache", "") is None:
+            raise ValueError("bounds the directory of disk_cache, and there is none: give both, or leave it out")
+        return limit
 
 
 class ArgumentError(ValueError):
@@ -128,7 +142,10 @@ def replica_settings(
         handoff.holdings(spec, handoff.Side(layout))  # a model whose blocks cannot leave their pages is refused here
     dtype = compute_dtype(args.dtype, spec, device)
     length = _context(args, spec, layout, dtype)
-    share = None if cluster is None else _share(devices or layout.devices, layout, cluster)
+    share = None
+    if cluster is not None:
+        _require_host_cache(args, devices or layout.devices, cluster)
+        share = _share(devices or layout.devices, layout, cluster)
     return ReplicaSettings(
         model_path=str(files.path),
         spec=spec,
@@ -138,7 +155,7 @@ def replica_settings(
         max_model_len=length,
         host_cache_bytes=args.host_cache,
         disk_cache=None if args.disk_cache is None else Path(args.disk_cache).absolute(),
-        disk_cache_bytes=args.disk_cache_bytes,
+        disk_cache_bytes=_disk_cache_bytes(args, spec, dtype),
         kv_bytes=_kv_bytes(args, spec, layout, dtype, length, share),
         max_batch_tokens=args.max_batch_tokens,
         max_sequences=args.max_sequences,
@@ -214,6 +231,32 @@ def _kv_bytes(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, le
             f"leaves beside {max(rank.weight_bytes for rank in needs):,} bytes of weights"
         )
     return args.kv_bytes or min(DEFAULT_KV_BYTES, left)
+
+
+def _disk_cache_bytes(args: ServeArgs, spec: ModelSpec, dtype: DType) -> int:
+    """Raises `MemoryBudgetError` where not one block of the model fits."""
+    if args.disk_cache_bytes is None:
+        return DEFAULT_DISK_BYTES
+    block = max(rank.block_bytes for rank in memory.rank_memories(spec, Layout(), dtype))
+    if args.disk_cache_bytes < block:
+        raise memory.MemoryBudgetError(
+            f"disk_cache_bytes {args.disk_cache_bytes:,} is less than one KV block of {memory.BLOCK_TOKENS} tokens takes, "
+            f"{block:,} bytes in {dtype}: nothing would ever be found there"
+        )
+    return args.disk_cache_bytes
+
+
+def _require_host_cache(args: ServeArgs, devices: int, cluster: ClusterSpec) -> None:
+    """Raises `MemoryBudgetError` where the nodes together have less memory than is asked for KV blocks beside the ranks' own.
+    Whether each node has its part is known once ranks are seated."""
+    known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
+    total = sum(each or 0 for each in known)
+    if not known or None in known or args.host_cache * devices <= total:
+        return
+    raise memory.MemoryBudgetError(
+        f"host_cache {args.host_cache:,} for each of {devices} ranks is {args.host_cache * devices:,} bytes, more than the "
+        f"{total:,} bytes of memory there are: take less than {total // devices:,}"
+    )
 
 
 def _share(devices: int, layout: Layout, cluster: ClusterSpec) -> int | None:

@@ -120,3 +120,35 @@ def test_balancing_without_experts_is_refused_but_not_its_absence(model: str) ->
 def test_a_layout_and_its_balancing_are_judged_at_once(with_experts: str) -> None:
     with pytest.raises(LayoutError, match=r"tp=5 is more than the 4 query heads(.|\n)*rebalance_every=9 would move experts"):
         replica_settings(ServeArgs(model=with_experts, layout="tp=5", rebalance_every=9), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"disk_cache": ""}, r"^disk_cache: .*must name a directory.*given: ''\)$"),
+        ({"disk_cache": " ", "disk_cache_bytes": "1GiB"}, r"^disk_cache: [^;]*; leave it out for none \(given: ' '\)$"),
+        ({"disk_cache_bytes": "1GiB"}, r"^disk_cache_bytes: .*there is none.*given: '1GiB'"),
+    ],
+)
+def test_a_directory_and_its_bound_go_together(asked: dict[str, str], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        parse_args(asked)
+
+
+def test_a_directory_holds_at_least_a_block(model: str) -> None:
+    block = 16 * 4 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, KV heads, values of each, bytes of each
+    args = ServeArgs(model=model, layout="tp=2", dtype="float32", disk_cache="blocks")
+    assert replica_settings(args, "cpu").disk_cache_bytes == 16 * 2**30
+    assert replica_settings(args.model_copy(update={"disk_cache_bytes": block}), "cpu").disk_cache_bytes == block
+    with pytest.raises(MemoryBudgetError, match=rf"disk_cache_bytes {block - 1:,} .* {block:,} bytes"):
+        replica_settings(args.model_copy(update={"disk_cache_bytes": block - 1}), "cpu")
+
+
+def test_no_more_host_memory_is_taken_than_there_is(model: str) -> None:
+    args = ServeArgs(model=model, layout="tp=2", host_cache=12 * 10**9)
+    assert replica_settings(args, "cpu", machine(2, 24 * 10**9)).host_cache_bytes == 12 * 10**9
+    told = (
+        r"host_cache 12,000,000,000 for each of 2 ranks is 24,000,000,000 bytes, more than the 20,000,000,000 .* 10,000,000,000"
+    )
+    with pytest.raises(MemoryBudgetError, match=told):
+        replica_settings(args, "cpu", machine(2, 20 * 10**9))

@@ -181,6 +181,7 @@ def test_a_gguf_file_cut_short_is_named(tmp_path: Path, size: int) -> None:
         (["MODEL", "--kv-bytes", "100"], "kv_bytes"),
         (["MODEL", "--kv-bytes", "900TiB"], "kv_bytes"),
         (["MODEL", "--kv-bytes", "much"], "kv_bytes"),
+        (["MODEL", "--disk-cache", "/etc/passwd"], "disk_cache '/etc/passwd': "),
         (["MODEL", "--max-model-len", "1000000"], "max_model_len"),
         (["MODEL", "--device", "tpu"], "device"),
         (["MODEL", "--step-timeout", "0"], "step_timeout_s"),
