@@ -182,11 +182,11 @@ class Injector:
             self._note("reservation", self._made.get(name), "decode")
             return cancel(name)
 
-        def taken(event: TokenEvent) -> list[TokenEvent]:
-            seen[repr(event)] += 1
+        def taken(event: TokenEvent, now: float) -> list[TokenEvent]:
+            seen[repr(event)] += not event.is_empty
             if event.finish not in (None, "handoff") or seen[repr(event)] > 1:
                 self._note("reservation", self._made.get(event.request_id), "prefill")
-            return take(event)
+            return take(event, now)
 
         _replace(book, reserve=reserved, expired=late)
         _replace(scheduler, cancel=cancelled, take=taken)
@@ -201,11 +201,11 @@ class Injector:
             if fault_of(ticket.ticket_id) == "prefill cancelled while it computes":
                 self._prefill.cancel(ticket.ticket_id)
 
-        def heard(report: KVReport) -> Any:
+        def heard(report: KVReport, now: float) -> Any:
             for sent in report.sent:
                 if sent.error is not None:
                     self._note("outgoing", self._out.get(sent.ticket_id), "prefill")
-            return hear(report)
+            return hear(report, now)
 
         def cancelled(name: str) -> TokenEvent | None:
             self._note("outgoing", self._out.get(name), "decode")

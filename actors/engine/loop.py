@@ -221,7 +221,7 @@ class StepLoop:
             self._inbox_tokens = 0
             cancelled, self._cancelled = self._cancelled, []
             said, self._said = self._said, []
-        self._deliver([event for each in said for event in self._scheduler.take(each)])
+        self._deliver([event for each in said for event in self._scheduler.take(each, self._clock())])
         self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
         return True
 

@@ -49,7 +49,7 @@ class Reservation:
     readers: dict[int, KVReader] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     word_ends_s: float = math.inf
-    """When somebody must have said to have the ticket; infinite again once somebody has."""
+    """When somebody must have said that it has the ticket, again; infinite once it has said that all is sent."""
     is_committed: bool = False
     """The first token is here."""
 
@@ -61,6 +61,11 @@ class Reservation:
     @property
     def has_arrived(self) -> bool:
         return self.arrived == self.ranks
+
+    @property
+    def ends_s(self) -> float:
+        """When it is late. All that is here waits for nobody's word."""
+        return self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.word_ends_s)
 
     def move(self, stage: Stage) -> None:
         """On to a later stage."""
@@ -164,6 +169,10 @@ class Reservations:
             self.counts.completed += 1
         return [made.sequence for made in found]
 
+    def heard_of(self, made: Reservation, is_sent: bool, now: float) -> None:
+        """Whoever has its ticket lives, or has nothing more to say of it."""
+        made.word_ends_s = math.inf if is_sent else now + self._pool.quiet_s
+
     def of(self, sequence: Sequence) -> Reservation:
         """That of a reserved sequence."""
         return next(made for made in self if made.sequence is sequence and made.is_live)
@@ -182,9 +191,9 @@ class Reservations:
             self._free(made)
 
     def expired(self, now: float) -> list[Reservation]:
-        """Those still live whose lease is over before all was here, or of which nobody has said a word; drained ones past their
-        grace are done."""
-        late = [made for made in self if now >= min(made.lease_ends_s, made.word_ends_s)]
+        """Those still live whose lease is over before all was here, or of which nobody has said a word for too long; drained
+        ones past their grace are done."""
+        late = [made for made in self if now >= made.ends_s]
         for made in late:
             if made.stage is Stage.DRAINING and now >= made.lease_ends_s + self._pool.grace_s:
                 self.counts.outlived += 1

@@ -25,6 +25,11 @@ class Roster:
         """None for one that is unknown or has ended."""
         return self._live.get(request_id)
 
+    @property
+    def tickets(self) -> list[str]:
+        """Those of the requests that a decode side has asked for."""
+        return [name for name, sequence in self._live.items() if sequence.request.ticket is not None]
+
     def join(self, sequence: Sequence) -> None:
         """Of an id that nobody here has."""
         self._live[sequence.request.request_id] = sequence

@@ -20,7 +20,6 @@ In a pool the queue is the same: on the decode side a request gets blocks on adm
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Several
 
 from actors.engine import answers
@@ -98,7 +97,8 @@ class Scheduler:
         return self._end(sequence, "abort")
 
     def reap(self, now: float) -> list[TokenEvent]:
-        """End what needs no step: requests past their deadline, and those with nothing to sample or score."""
+        """End what needs no step: requests past their deadline, and those with nothing to sample or score. Between two steps,
+        or while none is in flight: so prompts on their way out get their words only while steps end."""
         for made in self.reservations.expired(now):
             self._compute_here(made)
         for sequence in self.shelves.expired(now):
@@ -106,25 +106,27 @@ class Scheduler:
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
+        if self.config.pool is not None:
+            events += self.outgoing.words(self._roster.tickets, now)
         return [event for event in events if event is not None]
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
         """Apply what a rank tells of hand-offs and fetches."""
         self.shelves.hear(report)
-        last, failed = self.outgoing.hear(report)
+        last, failed = self.outgoing.hear(report, now)
         for sequence in failed:
             self._drop(sequence)
         return self.reservations.hear(report, now) + last
 
-    def take(self, event: TokenEvent) -> list[TokenEvent]:
-        """Apply what the prefill side says of a ticket (or whoever was to ask it): its first token, and how it ended.
+    def take(self, event: TokenEvent, now: float) -> list[TokenEvent]:
+        """Apply what the prefill side says of a ticket (or whoever was to ask it): that it has it, its first token, its end.
 
         Where it failed, this engine computes the prompt itself. What is said of a ticket that is done changes nothing.
         """
         made, events = self.reservations.get(event.request_id), list[TokenEvent]()
         if made is None:
             return events
-        made.word_ends_s = math.inf
+        self.reservations.heard_of(made, event.finish == "handoff", now)
         if event.tokens and made.is_live and not made.is_committed:
             made.is_committed = True
             events += self._first_token(made.sequence, event)
@@ -243,6 +245,7 @@ class Scheduler:
         if result.step != next(iter(self._in_flight), None):
             raise ResultMismatch(f"result of step {result.step}, steps in flight: {list(self._in_flight)}")
         planned = self._in_flight.pop(result.step)
+        self.outgoing.ran(now)
         sampled = {item.sequence_id: item for item in result.sampled}
         scored = {piece.sequence_id: piece for piece in result.prompt_logprobs}
         events = []

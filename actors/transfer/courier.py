@@ -8,6 +8,7 @@ poll          ──→ writes that are done, bytes that arrived ──→ KVRep
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import pairwise
 
@@ -26,6 +27,8 @@ from placement.handoff_pages import PageTable
 from placement.handoff_positions import shared
 from placement.layout import Layout
 
+_SIGN_EVERY_S = 1.0
+
 
 class Courier:
     """One rank's. `side` is its own, with its lane. Not safe for several threads."""
@@ -43,6 +46,7 @@ class Courier:
         """Ranks this one can write to, by their greetings."""
         self._greeting = endpoint.greeting()
         self._news = KVReport(world_rank=self._rank)
+        self._told_s = 0.0
 
     @classmethod
     def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> Courier:
@@ -86,7 +90,8 @@ class Courier:
         self._running = []
 
     def poll(self) -> KVReport | None:
-        """What has happened since the last call, if anything has. Never waits."""
+        """What has happened since the last call, if anything has; while writes are under way, once a second at least: a sign
+        of life. Never waits."""
         if self._endpoint.num_expected:
             self._news.arrived.extend(self._endpoint.poll())
         for out in list(self._outbound.values()):
@@ -94,8 +99,10 @@ class Courier:
             if sent is not None:
                 self._done(out, sent)
         found = self._news
-        if not (found.opened or found.arrived or found.sent):
+        is_due = bool(self._outbound) and time.monotonic() >= self._told_s + _SIGN_EVERY_S
+        if not (found.opened or found.arrived or found.sent or is_due):
             return None
+        self._told_s = time.monotonic()
         self._news = KVReport(world_rank=self._rank)
         return found
 

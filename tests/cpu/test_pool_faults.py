@@ -9,9 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
+from actors.engine import outgoing
 from actors.engine.config import EngineConfig
 from actors.engine.refusal import RequestRefused
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.transfer import courier
 from tests.inprocess import in_process
 from tests.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
 from tests.pools import pools
@@ -138,6 +140,34 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
         before = decode.stats().hand_offs.received
         check(200, "none", both.run(request(200, "none")), expected[200])
         assert decode.stats().hand_offs.received == before + 1
+
+
+def test_a_prefill_replica_that_freezes_after_its_first_word_costs_its_silence(expected: dict[int, list[int]]) -> None:
+    """Its words, and nothing else, are lost; with leases as long as in service."""
+    heard = set[str]()
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, quiet_s=0.5) as both:
+        both.told = lambda event: None if event.request_id in heard else (heard.add(event.request_id), event)[1]
+        began = time.monotonic()
+        waiting = {number: both.submit(request(number, "none")) for number in range(8)}
+        for number, events in waiting.items():
+            check(number, "none", both.decode.finish(events), expected[number])
+        assert time.monotonic() - began < 20
+        stats = both.decode.engine.stats().hand_offs
+        assert (stats.received, stats.fallen_back) == (0, len(both.tickets))
+        both.wait_until_idle(20)
+
+
+def test_ranks_that_send_for_long_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that does not end is no silence: what ends it is the lease. All in a fifth of the usual time."""
+    monkeypatch.setattr(courier, "_SIGN_EVERY_S", 0.2)
+    monkeypatch.setattr(outgoing, "_WORD_EVERY_S", 0.2)
+    monkeypatch.setattr(outgoing, "_ALIVE_S", 0.8)
+    settings = {"lease_s": 3.5, "grace_s": 0.6, "quiet_s": 1.5}
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, FaultyTransport, **settings) as both:
+        began = time.monotonic()
+        assert both.run(request(4, "a write never ends")).finish == "length"
+        assert time.monotonic() - began > 3.2, "a prefill side that lives was given up"
+        both.wait_until_idle(20)
 
 
 @pytest.mark.parametrize("when", ["computing", "sending"])
