@@ -140,7 +140,7 @@ class EngineStats(BaseModel):
     tier_late: int = 0
     """Prompts that were computed since their blocks did not come from there in time."""
     tier_hits: dict[str, int] = {}
-    """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), and those missed."""
+    """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), those missed, and those not written."""
     experts: ExpertStats | None = None
     """None where experts are not balanced."""
     hand_offs: HandOffStats | None = None

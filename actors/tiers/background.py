@@ -21,20 +21,20 @@ class BackgroundWriter:
         self.num_turned_away = 0
         self.num_failed = 0
         self._tier = tier
-        self._queue: deque[tuple[BlockName, Piece, bytes]] = deque()
+        self._queue: deque[tuple[BlockName, Piece, bytes, int]] = deque()
         self._waiting_bytes = 0
         self._closed = False
         self._changed = Condition()
         self._thread = Thread(target=self._run, name="kv-tier-writer", daemon=True)
         self._thread.start()
 
-    def offer(self, block: BlockName, piece: Piece, data: bytes) -> bool:
+    def offer(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
         """Write it some time; False where too much waits already, or this is closed. Never waits."""
         with self._changed:
             if self._closed or self._waiting_bytes + len(data) > self.limit_bytes:
                 self.num_turned_away += 1
                 return False
-            self._queue.append((block, piece, data))
+            self._queue.append((block, piece, data, place))
             self._waiting_bytes += len(data)
             self._changed.notify_all()
             return True
@@ -65,7 +65,7 @@ class BackgroundWriter:
                 self._waiting_bytes -= len(taken[2])
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[BlockName, Piece, bytes] | None:
+    def _take(self) -> tuple[BlockName, Piece, bytes, int] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return self._queue.popleft() if self._queue else None

@@ -5,9 +5,9 @@
     DIR/shardwright-kv-1/ab/abcd…64/.new-…           one being written: renamed when it is whole
 
 Whatever else lies there is a person's, and left alone. A file appears by a rename, so whatever ends a process leaves no
-half-written piece under a piece's name. Use is noted as the file's modification time; whoever finds no room left removes the
-files used longest ago. The ledger counts a file before it appears, so after a kill it can say too much, never too little;
-removing files counts them anew.
+half-written piece under a piece's name. Use is noted as the file's modification time, earlier for the later blocks of a
+sequence; whoever finds no room left removes the files used longest ago. The ledger counts a file before it appears, so after a
+kill it can say too much, never too little; removing files counts them anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,6 +29,9 @@ from actors.tiers.piece import BlockName, Piece
 
 _KEEP = 0.9
 """How full the directory is left by making room, so that not every piece has to."""
+_PLACE_S = 0.1
+"""How much longer ago a block counts as used than the one before it, so that of a sequence its end goes first: more than what
+computing a block takes, and little beside the age of what is given up."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
@@ -63,7 +67,7 @@ class DirectoryTier:
             return []
         return [piece for name in names if (piece := Piece.parse(name)) is not None]
 
-    def load(self, block: BlockName, piece: Piece) -> bytes | None:
+    def load(self, block: BlockName, piece: Piece, place: int = 0) -> bytes | None:
         path = tree.folder(self._own, block) / str(piece)
         try:
             content = path.read_bytes()
@@ -77,25 +81,25 @@ class DirectoryTier:
             with suppress(OSError), self._ledger.locked(wait_s=0):  # else the next store does it: a step waits for this
                 self._remove_condemned()
             return None
-        self._used(path)
+        self._used(path, place)
         return data
 
-    def store(self, block: BlockName, piece: Piece, data: bytes) -> bool:
+    def store(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
         path, content = tree.folder(self._own, block) / str(piece), encode(block, piece, data)
         if path.is_file() and path not in self._condemned:
-            self._used(path)
+            self._used(path, place)
             return True
         if len(content) > self.limit_bytes:
             return False
         try:
-            return self._written(path, content)
+            return self._written(path, content, place)
         except OSError as error:
             if error.errno not in _FULL:
                 return self._tell(error)
         try:  # the disk is smaller than the limit, or others fill it
             with self._ledger.locked():
                 self._make_room(len(content), self._count_anew())
-            return self._written(path, content)
+            return self._written(path, content, place)
         except OSError as error:
             return self._tell(error)
 
@@ -125,11 +129,12 @@ class DirectoryTier:
             logger.warning("%s: %s; blocks are not kept there while that lasts, and this is said once", self.directory, error)
         return False
 
-    def _used(self, path: Path) -> None:
+    def _used(self, path: Path, place: int) -> None:
+        at = time.time() - place * _PLACE_S
         with suppress(OSError):  # removed meanwhile
-            os.utime(path)
+            os.utime(path, (at, at))
 
-    def _written(self, path: Path, content: bytes) -> bool:
+    def _written(self, path: Path, content: bytes, place: int) -> bool:
         """Write a file and let it appear. Raises `OSError`."""
         new = tree.unfinished(path)
         try:
@@ -137,12 +142,12 @@ class DirectoryTier:
             new.write_bytes(content)
             with self._ledger.locked():
                 self._remove_condemned()
-                return self._admit(new, path, len(content))
+                return self._admit(new, path, len(content), place)
         finally:
             with suppress(OSError):
                 new.unlink(missing_ok=True)
 
-    def _admit(self, new: Path, path: Path, size: int) -> bool:
+    def _admit(self, new: Path, path: Path, size: int, place: int) -> bool:
         """Let a written file appear under its name, with room made for it. The ledger is locked."""
         if path.is_file():  # another process was faster
             return True
@@ -153,6 +158,7 @@ class DirectoryTier:
             return False
         self._ledger.write(total + size)
         os.rename(new, path)
+        self._used(path, place)
         return True
 
     def _make_room(self, size: int, full: int) -> int:

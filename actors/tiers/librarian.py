@@ -76,7 +76,7 @@ class Librarian:
         self._num_open -= len(done)
         if not done:
             return None
-        hits = Counter(self.tiers.hits)
+        hits = Counter({**self.tiers.hits, "unwritten": self.tiers.num_unwritten})
         fresh, self._told_hits = dict(hits - self._told_hits), hits
         return KVReport(world_rank=self._rank, fetched=done, tier_hits=fresh)
 

@@ -52,7 +52,7 @@ class RankBlocks:
                 self._tiers.keep(name, piece, kept[piece])
             for copy, piece in self._of_block(self._writes, place):
                 data = kept[piece] if piece in kept else self._taken(copy, table)
-                total += len(data) if self._tiers.share(name, piece, data) else 0
+                total += len(data) if self._tiers.share(name, piece, data, place) else 0
         return total
 
     def load(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
@@ -63,7 +63,7 @@ class RankBlocks:
         """
         for index, (place, name) in enumerate(zip(places, names, strict=True)):
             parts = list(self._of_block(self._reads, place))
-            found = [self._tiers.fetch(name, piece) for _, piece in parts]
+            found = [self._tiers.fetch(name, piece, place) for _, piece in parts]
             if any(data is None for data in found):
                 return index
             for (copy, _), data in zip(parts, found, strict=True):

@@ -19,11 +19,15 @@ class SharedTier(Protocol):
         """What is there of a block."""
         ...
 
-    def load(self, block: BlockName, piece: Piece) -> bytes | None:
-        """The bytes of a piece as they were stored, which counts as use of it; None: a miss."""
+    def load(self, block: BlockName, piece: Piece, place: int = 0) -> bytes | None:
+        """The bytes of a piece as they were stored, which counts as use of it; None: a miss.
+
+        `place`: the block's in its sequence. Of what is used together later places are given up first, here and in `store`:
+        without the blocks before it a block is of no use.
+        """
         ...
 
-    def store(self, block: BlockName, piece: Piece, data: bytes) -> bool:
+    def store(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
         """Keep a piece; False where that could not be done. It is there whole or not at all, whenever the process ends."""
         ...
 

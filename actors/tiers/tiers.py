@@ -31,22 +31,22 @@ class Tiers:
         self._writer = None if shared is None else BackgroundWriter(shared, queue_bytes)
 
     @property
-    def num_turned_away(self) -> int:
-        """Pieces that were not written to the shared tier because too many waited."""
-        return 0 if self._writer is None else self._writer.num_turned_away
+    def num_unwritten(self) -> int:
+        """Pieces that the shared tier does not have: too many waited, or a write failed."""
+        return 0 if self._writer is None else self._writer.num_turned_away + self._writer.num_failed
 
     def keep(self, block: BlockName, piece: Piece, data: bytes) -> bool:
         """Put a piece into host memory; False where all there is pinned. Raises `ValueError` for data of another size."""
         self._check(block, piece, data)
         return self.host.store(block, piece, data)
 
-    def share(self, block: BlockName, piece: Piece, data: bytes) -> bool:
+    def share(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
         """Have a piece written to the shared tier; False where there is none, or too much waits. Never waits.
 
-        Raises `ValueError` for data of another size.
+        `place`: the block's in its sequence. Raises `ValueError` for data of another size.
         """
         self._check(block, piece, data)
-        return self._writer is not None and self._writer.offer(block, piece, data)
+        return self._writer is not None and self._writer.offer(block, piece, data, place)
 
     def has(self, block: BlockName, wanted: Piece) -> bool:
         """Whether `fetch` would find it now. Reads names, not bytes: a damaged file is noticed later."""
@@ -60,13 +60,13 @@ class Tiers:
                 return index
         return len(blocks)
 
-    def fetch(self, block: BlockName, wanted: Piece) -> bytes | None:
-        """The bytes of a piece, whatever pieces it was written in; None: a miss."""
+    def fetch(self, block: BlockName, wanted: Piece, place: int = 0) -> bytes | None:
+        """The bytes of a piece, whatever pieces it was written in; None: a miss. `place`: the block's in its sequence."""
         data = assemble(self.form, wanted, self.host.pieces(block), lambda piece: self.host.load(block, piece))
         if data is not None:
             self.hits["host"] += 1
             return data
-        data = assemble(self.form, wanted, self._everything(block), lambda piece: self._load(block, piece))
+        data = assemble(self.form, wanted, self._everything(block), lambda piece: self._load(block, piece, place))
         self.hits["shared" if data is not None else "miss"] += 1
         if data is not None:
             self.host.store(block, wanted, data)
@@ -104,6 +104,6 @@ class Tiers:
         shared = [] if self.shared is None else self.shared.pieces(block)
         return list({*self.host.pieces(block), *shared})
 
-    def _load(self, block: BlockName, piece: Piece) -> bytes | None:
+    def _load(self, block: BlockName, piece: Piece, place: int) -> bytes | None:
         data = self.host.load(block, piece)
-        return self.shared.load(block, piece) if data is None and self.shared is not None else data
+        return self.shared.load(block, piece, place) if data is None and self.shared is not None else data

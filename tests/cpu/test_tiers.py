@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engine.prefix import PrefixChain
+from actors.tiers import directory
 from actors.tiers.assemble import assemble, covers
 from actors.tiers.background import BackgroundWriter
 from actors.tiers.directory import DirectoryTier
@@ -419,7 +420,7 @@ class _Gate:
         self.stored: list[str] = []
         self.broken = False
 
-    def store(self, block: str, piece: Piece, data: bytes) -> bool:
+    def store(self, block: str, piece: Piece, data: bytes, place: int) -> bool:
         assert self.opened.wait(30)
         if self.broken:
             raise RuntimeError("planted")
@@ -472,6 +473,16 @@ def test_what_host_memory_gave_up_comes_back_from_the_directory(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"has 3 bytes, but should have"):
         tiers.keep(NAMES[0], WHOLE, b"abc")
     tiers.close()
+
+
+def test_pieces_that_the_directory_did_not_get_are_counted(tmp_path: Path) -> None:
+    tiers = Tiers(FORM, HostTier(1 << 20), DirectoryTier(tmp_path, 10), queue_bytes=len(PAYLOAD))
+    assert tiers.share(NAMES[0], WHOLE, PAYLOAD)
+    tiers.flush(30)
+    assert tiers.num_unwritten == 1, "more than the directory may take"
+    tiers.close()
+    assert not tiers.share(NAMES[1], WHOLE, PAYLOAD)
+    assert tiers.num_unwritten == 2, "turned away"
 
 
 def test_without_a_shared_tier_there_is_host_memory() -> None:
@@ -560,6 +571,25 @@ def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
     assert reader.load(names) == [1, 1, 1]
     assert [tiers.count(names, reader.blocks[at].pieces(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]
     assert reader.wrong(16) == 0, "what follows is not touched"
+
+
+def test_of_a_sequence_the_last_blocks_count_as_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_PLACE_S", 1000)
+    writer = _Replica("gqa", "tp=1", tmp_path)
+    names = _names(writer.form)
+
+    def used() -> list[float]:
+        return [path.stat().st_mtime for name in names for path in (tmp_path / OWN / name[:2] / name).iterdir()]
+
+    writer.save(names)
+    assert used() == sorted(used(), reverse=True)
+    for at, path in enumerate(tmp_path / OWN / name[:2] / name for name in names):
+        [piece] = path.iterdir()
+        os.utime(piece, (at, at))
+    reader = _Replica("gqa", "tp=1", tmp_path)
+    assert reader.load(names) == [3]
+    assert used() == sorted(used(), reverse=True)
+    assert min(used()) > 3
 
 
 def test_a_rank_that_keeps_none_of_a_block_needs_none_of_it(tmp_path: Path) -> None:
