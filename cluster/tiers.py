@@ -8,6 +8,7 @@ from pathlib import Path
 from actors.engine.config import Tiering
 from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
+from actors.tiers.tree import own_folder
 from cluster.settings import ReplicaSettings
 from placement import memory
 from placement.model_digest import model_digest
@@ -15,9 +16,12 @@ from placement.model_spec import ModelSpec
 
 
 def tier_settings(settings: ReplicaSettings) -> TierSettings | None:
-    """None where none was asked for. Reads a sample of the model's weights. Raises `FileNotFoundError` where there are none."""
+    """None where none was asked for. Reads a sample of the weights. Raises `FileNotFoundError` where there are none, and
+    `DirectoryError` where the replica's machine cannot have the directory: told here, a start ends before there are ranks."""
     if not settings.host_cache_bytes and settings.disk_cache is None:
         return None
+    if settings.disk_cache is not None:
+        own_folder(settings.disk_cache)
     return TierSettings(
         model_digest=_digest(settings.spec, settings.model_path),
         host_bytes=settings.host_cache_bytes,
