@@ -90,7 +90,8 @@ def test_the_endpoint_tells_the_numbers_by_layer_and_rank() -> None:
     balancer = ExpertBalancer(balancing())
     for rank in (0, 1):
         balancer.take(report(rank))
-    told = exposition(Metrics(), {"r0": balancer.stats().gauges(), "r1": ExpertStats(layers=[1]).gauges()}).decode()
+    stats = {"r0": balancer.stats().gauges(), "r1": ExpertStats(layers=[1]).gauges()}
+    told = exposition(Metrics(), stats, {}).decode()
     found = {
         (sample.name.removeprefix("shardwright_engine_experts_"), *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(told)
