@@ -26,7 +26,7 @@ PAIRS = [
     ("tp=2", "pp=2"),
     pytest.param("pp=2", "tp=3", marks=pytest.mark.long),
     pytest.param("cp=2", "tp=2", marks=pytest.mark.long),
-    ("tp=3", "cp=2"),
+    pytest.param("tp=3", "cp=2", marks=pytest.mark.long),
     pytest.param("attn_dp=2", "tp=2,tp_shares=2/1", marks=pytest.mark.long),
     ("*2", "pp=3,stage_layers=12/9/9"),
 ]
@@ -98,6 +98,7 @@ def held_blocks(server: Server) -> float:
     return sum(server.gauge(name) * sign for name, sign in (("total_blocks", 1), ("free_blocks", -1), ("cached_blocks", -1)))
 
 
+@pytest.mark.long
 def test_clients_that_leave_are_the_only_aborts(server: Server) -> None:
     """C02: streams and plain requests, while their prompt is computed elsewhere and while they decode."""
     wait_until(lambda: held_blocks(server) == 0, 30, lambda: str(server.gauges()))
