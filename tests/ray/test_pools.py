@@ -175,6 +175,7 @@ def prefill_rank(server: Server) -> psutil.Process:
     )
 
 
+@pytest.mark.long
 def test_replicas_change_their_roles_while_they_serve(server: Server, mine: dict[str, str]) -> None:
     """One becomes mixed at once; another has a stream to finish before it takes prompts, and takes them with new ranks, too."""
     roles = {name: role for name, values in server.gauges().items() for role in ROLES if f"role:role={role}" in values}
