@@ -66,8 +66,6 @@ class ReplicaSettings(BaseModel):
     """Both: see `Balancing`."""
     role: Role | None = None
     """What a replica of a pool is for as long as nobody says another; None: there are no pools."""
-    pool: str = ""
-    """Which of `cluster.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone."""
     environment: dict[str, str] = {}
     """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
     deployment: str = ""
@@ -81,3 +79,9 @@ class ReplicaSettings(BaseModel):
     def in_pool(self) -> bool:
         """Whether it hands KV over, or takes it."""
         return self.role is not None
+
+    @property
+    def pool(self) -> str:
+        """Which of `cluster.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty where
+        there are no pools."""
+        return self.role or ""

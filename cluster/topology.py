@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from actors.config import Device
+from cluster.roles import Role
 from placement.hardware import ClusterSpec, NodeSpec
 from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 
@@ -15,7 +16,7 @@ NAME_LABEL = "shardwright/name"
 
 POOL_LABEL = "shardwright/pool"
 """The pool whose replicas a node is kept for, one of `POOLS`; a node without it takes those of any."""
-POOLS = ("prefill", "decode", "mixed")
+POOLS = tuple(Role)
 
 RAY_DOMAIN = "ray.io/gpu-domain"
 DOMAIN_LABELS = (RAY_DOMAIN, "gpu-domain", "nvidia.com/gpu.clique")

@@ -33,7 +33,7 @@ from placement import checkpoint_header
 from placement.seating import seat_all
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
-from serve_app.names import ENGINE, INGRESS, POOL_OF
+from serve_app.names import ENGINE, INGRESS
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.pooled_backend import PooledBackend
 from serve_app.pools import Service, service
@@ -97,10 +97,7 @@ def settings_in_cluster(args: ServeArgs) -> Service:
     reason = None if args.nodes_wait_s else none_at_all(device)
     if reason is not None:
         raise SeatError(reason)
-    found = service(args, device, None if args.nodes_wait_s else discover(device))
-    if not found.in_pools:
-        return found
-    return Service({name: each.model_copy(update={"pool": POOL_OF[name]}) for name, each in found.by_name.items()})
+    return service(args, device, None if args.nodes_wait_s else discover(device))
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:

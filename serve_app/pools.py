@@ -18,12 +18,10 @@ from cluster.settings import ReplicaSettings
 from placement.handoff import Side, holdings
 from placement.hardware import ClusterSpec
 from placement.layout import Layout, LayoutError
-from serve_app.names import ENGINE, MIXED, PREFILL
+from serve_app.names import ENGINE, MIXED, POOL_OF, PREFILL
 from serve_app.settings import ServeArgs, replica_settings
 
 _NIXL = ("nixl_cu12", "nixl_cu13")
-_ROLES = {ENGINE: Role.DECODE, MIXED: Role.MIXED, PREFILL: Role.PREFILL}
-"""Of each pool's replicas to begin with; requests go to those of the first pool there is."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ class Service:
     def engine(self) -> ReplicaSettings:
         """Those of the replicas that answer requests."""
         return next(iter(self.by_name.values()))
-
-    @property
-    def prefill(self) -> ReplicaSettings | None:
-        """Those of the replicas that only compute prompts, if there are such."""
-        return self.by_name.get(PREFILL)
 
     @property
     def in_pools(self) -> bool:
@@ -59,7 +52,7 @@ class Service:
     def __str__(self) -> str:
         if not self.in_pools:
             return str(self.engine.layout)
-        return " and ".join(f"{self.by_name[name].layout} {_FOR[name]}" for name in reversed(_ROLES) if name in self.by_name)
+        return " and ".join(f"{self.by_name[name].layout} {_FOR[name]}" for name in reversed(POOL_OF) if name in self.by_name)
 
 
 _FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
@@ -90,7 +83,7 @@ def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpe
             f"{sum(node.slots for node in cluster.nodes)} slots: take fewer replicas, or smaller layouts"
         )
     length = min(settings.max_model_len for settings in found.values())
-    pools = {name: settings.model_copy(update={"role": _ROLES[name]}) for name, settings in found.items()}
+    pools = {name: settings.model_copy(update={"role": Role(POOL_OF[name])}) for name, settings in found.items()}
     return Service(pools).with_each(max_model_len=length)
 
 

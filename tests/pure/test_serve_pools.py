@@ -29,7 +29,7 @@ def test_two_pools_have_layouts_and_replicas_of_their_own() -> None:
     sizes = {name: (each.layout.world, each.layout.replicas, each.role) for name, each in found.by_name.items()}
     assert sizes == {ENGINE: (3, 1, Role.DECODE), PREFILL: (2, 2, Role.PREFILL)}
     assert found.devices == 7
-    assert found.engine.max_model_len == found.prefill.max_model_len
+    assert found.engine.max_model_len == found.by_name["Prefill"].max_model_len
 
 
 @pytest.mark.parametrize(
