@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from serve_app.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
@@ -24,6 +25,15 @@ def application_name(details: dict[str, Any], asked: str | None) -> str:
             f"this cluster has {len(ours)} applications, {', '.join(ours)}: say which, as in --name {ours[0]}"
         )
     return ours[0]
+
+
+def chosen(details: dict[str, Any], asked: str | None) -> str:
+    """The same for a command: exits with 2, and the reason, where there are several."""
+    try:
+        return application_name(details, asked)
+    except ApplicationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def applications(details: dict[str, Any]) -> list[str]:

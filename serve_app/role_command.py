@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cluster.roles import DutyReport, Role, counted
-from serve_app.applications import ApplicationError, application_name
+from serve_app.applications import chosen
 from serve_app.joining import joined
 
 if TYPE_CHECKING:
@@ -27,22 +27,14 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
     with joined(address):
-        told = _changed(_application(name), replica, becomes, within_s, quiet=as_json)
+        from cluster.status import serve_details
+
+        told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
     if isinstance(told, DutyReport):
         typer.echo(told.model_dump_json() if as_json else f"replica {told.name} is {told.role}")
     if not isinstance(told, DutyReport) or told.role != becomes:
         print(f"error: {told.gave_up if isinstance(told, DutyReport) else told}", file=sys.stderr)
         raise SystemExit(1)
-
-
-def _application(asked: str | None) -> str:
-    from cluster.status import serve_details
-
-    try:
-        return application_name(serve_details(), asked)
-    except ApplicationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> DutyReport | str:

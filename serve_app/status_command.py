@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
 from placement.columns import columns
-from serve_app.applications import ApplicationError, application_name
+from serve_app.applications import chosen
 from serve_app.joining import joined
 
 if TYPE_CHECKING:
@@ -19,11 +18,7 @@ if TYPE_CHECKING:
 def run_status(address: str | None, as_json: bool, name: str | None = None) -> None:
     """Print the state of the application `name` on a cluster, or of the one there is (`serve_app.applications`). Exits with 1
     unless it runs, 2 where no cluster answers or several applications could be meant."""
-    try:
-        state = _state(address, name)
-    except ApplicationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    state = _state(address, name)
     typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
     if state.application != "RUNNING":
         raise typer.Exit(1)
@@ -37,7 +32,7 @@ def _state(address: str | None, asked: str | None) -> ClusterState:
 
         names = {node.id: node.name for node in discover(best_device()).nodes}
         details = serve_details()
-        name = application_name(details, asked)
+        name = chosen(details, asked)
         runs = details.get("applications", {}).get(name, {}).get("status") == "RUNNING"
         return cluster_state(details, name, names, duties(name) if runs else ())
 
