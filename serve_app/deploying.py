@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,6 +29,15 @@ _SILENT_S = 60.0
 _ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
 
 
+@dataclass(frozen=True)
+class Deployed:
+    """An application of ours. `port`: that of a Serve which ran there before, if one did; `since`: when it was deployed, in
+    seconds since 1970, None where that is not known."""
+
+    port: int
+    since: float | None
+
+
 class StartFailed(SystemExit):
     """The service did not come up; the reason is already on stderr."""
 
@@ -37,22 +47,28 @@ class StartFailed(SystemExit):
 
 
 def check_free(replace: bool) -> None:
-    """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced."""
-    found = _application()
+    """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced. Raises a Ray
+    error where Serve's controller does not answer: nobody knows then."""
+    from cluster.status import serve_details
+
+    found = _application(serve_details())
     if found is not None and found["status"] in _ALIVE and not replace:
+        ago_s = max(0.0, time.time() - found["last_deployed_time_s"])
         raise StartFailed(
-            f"an application {APP_NAME} is {found['status'].value} on this cluster already, deployed "
-            f"{_ago(found)} ago: end the command that serves it, or give --replace to take its place"
+            f"an application {APP_NAME} is {found['status'].value} on this cluster already, deployed {ago_s:.0f} s ago: end "
+            "the command that serves it, or give --replace to take its place"
         )
 
 
-def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> int:
-    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Returns the port where it is: that of a Serve
-    which ran there before, if one did. Exits with 2, and the reason, when it will not run."""
+def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Deployed:
+    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Exits with 2, and the reason, when it will not
+    run."""
     from ray import serve
+    from ray.exceptions import RayError
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
 
+    from cluster.status import serve_details
     from serve_app.app import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
@@ -64,37 +80,31 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> int:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     with _progress() as show:
         _wait_until_running(stop, show)
-    return _port(port)
+    details: dict[str, Any] = {}
+    with suppress(RayError):  # a controller too busy to tell is no reason to fail
+        details = serve_details()
+    return Deployed(port=_port(details, port), since=_since(_application(details)))
 
 
-def deployed_at() -> float | None:
-    """When the application on the connected cluster was deployed, in seconds since 1970; None where there is none."""
-    found = _application()
-    return None if found is None else float(found["last_deployed_time_s"])
+def is_still(since: float | None) -> bool:
+    """Whether the application on the connected cluster is the one deployed then, as far as that is known. Raises a Ray error
+    where Serve's controller does not answer."""
+    from cluster.status import serve_details
+
+    return since is None or _since(_application(serve_details())) == since
 
 
-def _application() -> dict[str, Any] | None:
-    found: dict[str, Any] | None = _details().get("applications", {}).get(APP_NAME)
+def _application(details: dict[str, Any]) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = details.get("applications", {}).get(APP_NAME)
     return found
 
 
-def _ago(application: dict[str, Any]) -> str:
-    return f"{max(0, time.time() - application['last_deployed_time_s']):.0f} s"
+def _since(application: dict[str, Any] | None) -> float | None:
+    return None if application is None else float(application["last_deployed_time_s"])
 
 
-def _details() -> dict[str, Any]:
-    """What Serve's controller knows; nothing where it does not answer in time, which is no reason to fail."""
-    from ray.exceptions import RayError
-
-    from cluster.status import serve_details
-
-    with suppress(RayError):
-        return serve_details()
-    return {}
-
-
-def _port(asked: int) -> int:
-    found: int = (_details().get("http_options") or {}).get("port", asked)
+def _port(details: dict[str, Any], asked: int) -> int:
+    found: int = (details.get("http_options") or {}).get("port", asked)
     if found != asked:
         print(
             f"Ray Serve runs on this cluster already, on port {found}: it stays there, whatever --port says.", file=sys.stderr

@@ -25,7 +25,7 @@ from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
 from placement.layout import LayoutError
 from serve_app import pools, proxy
-from serve_app.deploying import StartFailed, check_free, deploy, deployed_at
+from serve_app.deploying import StartFailed, check_free, deploy, is_still
 from serve_app.endpoint_health import health_line
 from serve_app.names import APP_NAME
 from serve_app.pools import Service
@@ -73,8 +73,8 @@ def run_server(
             with _told(stop, watch.check):
                 check_free(replace)
                 is_ours = True
-                port = deploy(args, host, port, stop)
-                since = deployed_at()
+                deployed = deploy(args, host, port, stop)
+                port, since = deployed.port, deployed.since
         if stop.is_set():
             raise SystemExit(_INTERRUPTED)
         _ready(args, served, f"http://{_reachable(host)}:{port}", cluster.address, texts)
@@ -182,7 +182,7 @@ def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
         try:
             if cluster.embedded:
                 serve.shutdown()
-            elif is_ours and (since is None or deployed_at() == since):
+            elif is_ours and is_still(since):
                 serve.delete(APP_NAME)
         except Exception as error:
             # An embedded Ray takes the application with it, and where there is no Serve there is no application.

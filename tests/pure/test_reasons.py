@@ -93,10 +93,9 @@ def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsy
     ("details", "found"), [({}, 8000), ({"http_options": {"port": 8000}}, 8000), ({"http_options": {"port": 8123}}, 8123)]
 )
 def test_the_port_is_that_of_a_serve_which_runs_already(
-    details: dict[str, object], found: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    details: dict[str, object], found: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.status.serve_details", lambda: details)
-    assert deploying._port(8000) == found
+    assert deploying._port(details, 8000) == found
     assert ("on port 8123" in capsys.readouterr().err) == (found != 8000)
 
 
