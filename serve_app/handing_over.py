@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from typing import Any
 
 from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.messages import GenerateRequest, KVTicket, TokenEvent
@@ -50,7 +49,7 @@ class PrefillReplicas:
     async def _ask(self, request: GenerateRequest, member: Member) -> TokenEvent | None:
         """One replica. None where all went well, else its last event."""
         assert request.ticket is not None
-        generate: Any = self._roster.pools[member.pool].options(method_name="generate")
+        generate = self._roster.generate(member)
         with self._roster.giving(member.name):
             # In a context of its own: see `HandleBackend`.
             call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, at=member.name)

@@ -98,7 +98,9 @@ class PooledBackend(HandleBackend):
             return self._by(member, request, self._rendezvous.heard)
         stand_in = self._roster.least_busy(self._roster.able(Work.PROMPT, refused_by))
         if stand_in is not None:
-            return PooledChoice(self._of(stand_in), request, {"at": stand_in.name, "stands_in": True}, stand_in.name)
+            return PooledChoice(
+                self._roster.generate(stand_in), request, {"at": stand_in.name, "stands_in": True}, stand_in.name
+            )
         return PooledChoice(self._generate, request, {"avoid": tuple(refused_by)})
 
     def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledChoice:
@@ -107,10 +109,7 @@ class PooledBackend(HandleBackend):
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
         how = {"at": member.name, "elsewhere": min(others, default=0)}
-        return PooledChoice(self._of(member), request, how, member.name, ended)
-
-    def _of(self, member: Member) -> Any:
-        return self._roster.pools[member.pool].options(method_name="generate")
+        return PooledChoice(self._roster.generate(member), request, how, member.name, ended)
 
     def _giving(self, choice: Choice) -> AbstractContextManager[None]:
         return self._roster.giving(choice.at)

@@ -37,6 +37,7 @@ class Roster:
 
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
         self.pools = dict(pools)
+        self._generates: dict[str, Any] = {name: pool.options(method_name="generate") for name, pool in pools.items()}
         self._members: dict[str, Member] = {}
         self._given = Counter[str]()
         self._asking = asyncio.Lock()
@@ -84,6 +85,10 @@ class Roster:
         """One of those among them; None of none."""
         least = min(map(self.load, members), default=0)
         return random.choice([each for each in members if self.load(each) == least]) if members else None
+
+    def generate(self, member: Member) -> Any:
+        """The handle by which its pool is given requests."""
+        return self._generates[member.pool]
 
     def load(self, member: Member) -> int:
         """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""
