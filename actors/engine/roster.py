@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 
 from actors.engine.fairness import TenantCounters
 from actors.engine.sequence import Sequence
@@ -25,10 +26,9 @@ class Roster:
         """None for one that is unknown or has ended."""
         return self._live.get(request_id)
 
-    @property
-    def tickets(self) -> list[str]:
+    def tickets(self) -> Iterator[str]:
         """Those of the requests that a decode side has asked for."""
-        return [name for name, sequence in self._live.items() if sequence.request.ticket is not None]
+        return (name for name, sequence in self._live.items() if sequence.request.ticket is not None)
 
     def join(self, sequence: Sequence) -> None:
         """Of an id that nobody here has."""

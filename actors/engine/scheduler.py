@@ -107,7 +107,7 @@ class Scheduler:
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
         if self.config.pool is not None:
-            events += self.outgoing.words(self._roster.tickets, now)
+            events += self.outgoing.words(self._roster.tickets(), now)
         return [event for event in events if event is not None]
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
