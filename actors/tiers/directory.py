@@ -120,7 +120,7 @@ class DirectoryTier:
     def num_bytes(self) -> int:
         """Bytes of all files as the ledger has them; counted, where it has no number."""
         total = self._ledger.total
-        return sum(size for _, size, _ in tree.files(self._own)) if total is None else total
+        return tree.num_bytes(self._own) if total is None else total
 
     def _tell(self, error: OSError) -> bool:
         """Log a kind of failure once, as every block may meet it. Always False."""
@@ -193,6 +193,6 @@ class DirectoryTier:
         return self._count_anew() if total is None else total
 
     def _count_anew(self) -> int:
-        total = sum(size for _, size, _ in tree.files(self._own))
+        total = tree.num_bytes(self._own)
         self._ledger.write(total)
         return total

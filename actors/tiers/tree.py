@@ -61,6 +61,11 @@ def files(own: Path) -> Iterator[tuple[int, int, Path]]:
                         yield found.st_mtime_ns, found.st_size, Path(entry.path)
 
 
+def num_bytes(own: Path) -> int:
+    """Bytes of all of those."""
+    return sum(size for _, size, _ in files(own))
+
+
 def _is_piece_or_stale(name: str, used_at: float) -> bool:
     piece = Piece.parse(name)
     if piece is not None:
