@@ -39,10 +39,11 @@ from actors.sampler import Sampler
 from actors.tiers.librarian import Librarian, NoLibrarian
 from actors.transfer.courier import Courier, NoCourier
 from actors.transfer.nixl_transport import NixlTransport, nixl_version
-from placement import mesh, sequence_parallel, shards
-from placement.context import Place
-from placement.model_digest import model_digest
-from placement.shards import Shard
+from placement.layout import mesh, sequence_parallel
+from placement.model.digest import model_digest
+from placement.ownership import shards
+from placement.ownership.context import Place
+from placement.ownership.shards import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.tiers.settings import TierSettings
-from placement.layout import Layout
-from placement.model_spec import DType, ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import DType, ModelSpec
 
 Device = Literal["cpu", "cuda"]
 

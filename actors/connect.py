@@ -8,9 +8,9 @@ from actors.config import Device, Rendezvous
 from actors.model.group import Group
 from actors.model.groups.connect import choose_backend, connect_group
 from actors.model.groups.rendezvous import join_store
-from placement import mesh
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
 
 
 def connect(model: ModelSpec, layout: Layout, world_rank: int, device: Device, rendezvous: Rendezvous) -> Mapping[str, Group]:

@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to logits: of a lane's own rows, or of those of all lanes (`placement.lm_head`).
+"""From the last stage's hidden states to logits: of a lane's own rows, or of those of all lanes (`placement.layout.lm_head`).
 
 Two lanes of two tp ranks, the head over the stage; lane 0 wants tokens for rows a b c, lane 1 for row d::
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from actors.model.decoder import Decoder
 from actors.model.group import Group
-from placement.dealing import deal
-from placement.mesh import Coords
+from placement.layout.mesh import Coords
+from placement.layout.partition import deal
 
 
 class Head(Protocol):

@@ -191,14 +191,14 @@ class Row(Message):
     new_blocks: list[int] = Field(default_factory=list)
     """Blocks to add to the end of the sequence's block table.
 
-    With several KV owners, block j of the table is a page of owner ``j % owners`` (`placement.context`).
+    With several KV owners, block j of the table is a page of owner ``j % owners`` (`placement.ownership.context`).
     """
     sample: bool = False
     """Sample the token that follows the last one run."""
 
 
 class ExpertMove(Message):
-    """The experts of one layer go to other slots (`placement.experts`), on every rank before the rows of the same plan.
+    """The experts of one layer go to other slots (`placement.experts.expert_map`), on every rank before the rows of the same plan.
 
     `experts`: the one in every slot from then on; `transfers`: (slot it comes from, slot it goes to), as the slots were before.
     """
@@ -252,7 +252,7 @@ class StepPlan(Message):
 
     @property
     def turn(self) -> int:
-        """Where the step's tokens begin to take turns (`placement.experts`): it moves on as sequences do, and is the same
+        """Where the step's tokens begin to take turns (`placement.experts.expert_map`): it moves on as sequences do, and is the same
         whenever the same rows run."""
         return sum(row.start for row in self.rows)
 

@@ -26,7 +26,7 @@ from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.rendezvous import serve_store
 from actors.stepping import run_plans
-from placement.layout import Layout
+from placement.layout.layout import Layout
 
 
 class Rank:

@@ -26,8 +26,8 @@ from actors.model.kv_caches import KVCaches
 from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler, SampleRow
-from placement.context import Place, is_split, restored_order
-from placement.expert_tokens import Lanes
+from placement.ownership.context import Place, is_split, restored_order
+from placement.ownership.expert_tokens import Lanes
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
@@ -57,7 +57,7 @@ class Runner:
     samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
 
     Of a plan a rank knows the rows of its lane only, and a lane chooses its tokens by itself; unless the head is dealt over all
-    lanes (`placement.lm_head`): then those that sample know all rows, and choose for all lanes. A lane without rows skips the
+    lanes (`placement.layout.lm_head`): then those that sample know all rows, and choose for all lanes. A lane without rows skips the
     layers, and answers with nothing: groups of its ranks alone are silent.
     """
 

@@ -12,7 +12,7 @@ from actors.assembly import Parts
 from actors.engine.link import LinkClosed, LinkTimeout, PlanLink
 from actors.messages import StepPlan
 from actors.model.group import Group
-from placement import mesh
+from placement.layout import mesh
 
 _LISTEN_S = 3600.0
 """How long one wait for a plan lasts; then the next one begins."""

@@ -26,8 +26,8 @@ from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import thread_groups
 from actors.stepping import close_groups, run_plans
 from actors.thread_link import ThreadLink
-from placement import mesh
-from placement.layout import Layout
+from placement.layout import mesh
+from placement.layout.layout import Layout
 
 _JOIN_S = 60.0
 

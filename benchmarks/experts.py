@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from placement.experts import balancedness, bound, place
+from placement.experts.expert_map import balancedness, bound, place
 from tests.expert_loads import public, skewed
 
 

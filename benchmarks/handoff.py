@@ -30,8 +30,8 @@ from actors.config import RankConfig
 from actors.engine.config import EngineConfig, Pool
 from actors.engine.engine import Engine
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
-from placement import checkpoint_header
-from placement.layout import Layout
+from placement.checkpoint import header
+from placement.layout.layout import Layout
 from serve_app.catalog import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +121,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
 
     torch.set_num_threads(1)
     path = resolve("smollm2-135m").path
-    parsed, spec = Layout.parse(layout), checkpoint_header.read(path)
+    parsed, spec = Layout.parse(layout), header.read(path)
     blocks = -(-(tokens + 256) // BLOCK)
     rank = RankConfig(
         world_rank=0,

@@ -24,8 +24,8 @@ from rich.table import Table
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
-from placement.hardware import cpu_has_bfloat16
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.nodes.hardware import cpu_has_bfloat16
 from serve_app.settings import ServeArgs, replica_settings
 
 LAYOUTS = ("tp=1", "tp=2", "pp=2")

@@ -35,13 +35,14 @@ from actors.model.moe.build import mixture
 from actors.model.moe.exchanges import ExchangesByRule
 from actors.model.moe.keeper import ExpertKeeper
 from actors.model.regions import Regions
-from placement import expert_modes, mesh
-from placement.dealing import deal
-from placement.experts import balancedness, bound
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.shards import Shard, parameters, shard
+from placement.cost import expert_modes
+from placement.experts.expert_map import balancedness, bound
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.layout.partition import deal
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard, parameters, shard
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MODES = ("gather", "a2a", "replicated")

@@ -34,7 +34,7 @@ import smollm2_folder
 from rich.console import Console
 from rich.table import Table
 
-from placement.hardware import cpu_has_bfloat16
+from placement.nodes.hardware import cpu_has_bfloat16
 
 PREFILL = [1024] * 4
 NEW_TOKENS = 128

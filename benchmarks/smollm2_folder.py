@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from actors.model.checkpoint.open_source import open_source
-from placement import checkpoint_header, mesh, shards
-from placement.layout import Layout
+from placement.checkpoint import header
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.ownership import shards
 from serve_app.catalog import resolve
 from serve_app.text.model_files import read_text_files
 
@@ -18,7 +20,7 @@ from serve_app.text.model_files import read_text_files
 def write(folder: Path) -> None:
     """Write config, bf16 weights and tokenizer to `folder`."""
     path = resolve("smollm2-135m").path
-    spec = checkpoint_header.read(path)
+    spec = header.read(path)
     own = shards.shard(spec, Layout(), mesh.coords(Layout(), 0))
     source = open_source(path, spec)
     weights = {}

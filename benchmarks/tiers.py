@@ -24,8 +24,8 @@ from rich.table import Table
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
-from placement import memory
-from placement.layout import Layout
+from placement.cost import memory
+from placement.layout.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings
 
 SYSTEM, USER, ANSWER = 96, 64, 8

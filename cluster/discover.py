@@ -8,7 +8,7 @@ import ray
 
 from actors.config import Device
 from cluster import topology
-from placement.hardware import ClusterSpec
+from placement.nodes.hardware import ClusterSpec
 
 
 def discover(device: Device, pool: str = "") -> ClusterSpec:

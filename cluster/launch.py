@@ -24,8 +24,8 @@ from cluster.seats import Seats
 from cluster.settings import ReplicaSettings
 from cluster.tiers import tier_settings
 from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
-from placement.memory import BLOCK_TOKENS
-from placement.model_spec import ModelError
+from placement.cost.memory import BLOCK_TOKENS
+from placement.model.spec import ModelError
 
 _LOOK_EVERY_S = 2.0
 

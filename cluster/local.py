@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from cluster import session
 from cluster.topology import NAME_LABEL
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import LayoutError
+from placement.layout.layout import LayoutError
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 
 NAMESPACE = "shardwright"
 

@@ -10,8 +10,8 @@ from ray.actor import ActorHandle
 
 from cluster.probe import Probe
 from cluster.topology import device_link, with_links
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.links import Link, NodeLink
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import Link, NodeLink
 
 _WAIT_S = 60.0
 

@@ -9,7 +9,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from actors.config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
-from placement.mesh import coords
+from placement.layout.mesh import coords
 
 if TYPE_CHECKING:
     from actors.rank import Rank

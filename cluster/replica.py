@@ -27,8 +27,9 @@ from cluster import launch, seats
 from cluster.roles import Duty, DutyReport, Role, Work
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from cluster.tiers import tiering
-from placement import memory, mesh
-from placement.model_spec import DTYPE_BYTES
+from placement.cost import memory
+from placement.layout import mesh
+from placement.model.spec import DTYPE_BYTES
 
 log = logging.getLogger("shardwright.replica")
 

@@ -1,7 +1,7 @@
 """Seats for ranks: one placement group per replica, one bundle per tensor-parallel group.
 
 A bundle is never split over nodes, so a tp group sits inside one node by construction. Which node each bundle sits on is
-decided by `placement.seating`, from what is free, and asked for by node id.
+decided by `placement.nodes.assignment`, from what is free, and asked for by node id.
 
     look at the nodes ──→ impossible ──→ refuse, or (nodes may come) wait with the demand known to Ray
           ↑               busy       ──→ wait
@@ -24,12 +24,12 @@ from cluster.local import NAMESPACE
 from cluster.settings import ReplicaSettings
 from cluster.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
 from cluster.waiting import SeatError, Wait
-from placement.bundles import Bundle, bundle_of, bundles, counted, impossible
-from placement.crossings import crossing_lines, link_loads, nodes_of_ranks
-from placement.hardware import ClusterSpec
-from placement.layout import Layout
-from placement.seating import Seating, seat
-from placement.step_shape import StepShape
+from placement.cost.crossings import crossing_lines, link_loads, nodes_of_ranks
+from placement.cost.step_shape import StepShape
+from placement.layout.layout import Layout
+from placement.nodes.assignment import Seating, seat
+from placement.nodes.bundles import Bundle, bundle_of, bundles, counted, impossible
+from placement.nodes.hardware import ClusterSpec
 
 log = logging.getLogger("shardwright.seats")
 

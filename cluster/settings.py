@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.config import Device
 from actors.engine.balancing import USUAL_INTERVAL
 from cluster.roles import Role
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
 
 DEFAULT_CONTEXT = 8192
 """Longest sequence served unless asked otherwise (or the model's own limit, where that is shorter), in tokens."""

@@ -13,8 +13,8 @@ from cluster.discover import discover
 from cluster.launch import rank_reports
 from cluster.roles import DutyReport
 from cluster.settings import ReplicaSettings
-from placement.crossings import crossing_lines, link_loads
-from placement.step_shape import StepShape
+from placement.cost.crossings import crossing_lines, link_loads
+from placement.cost.step_shape import StepShape
 
 
 class RankSeat(BaseModel):

@@ -10,9 +10,9 @@ from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
 from actors.tiers.tree import own_folder
 from cluster.settings import ReplicaSettings
-from placement import memory
-from placement.model_digest import model_digest
-from placement.model_spec import ModelSpec
+from placement.cost import memory
+from placement.model.digest import model_digest
+from placement.model.spec import ModelSpec
 
 
 def tier_settings(settings: ReplicaSettings) -> TierSettings | None:

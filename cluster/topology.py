@@ -8,8 +8,8 @@ from typing import Any
 
 from actors.config import Device
 from cluster.roles import Role
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 
 NAME_LABEL = "shardwright/name"
 """What a node is to be called; its address, unless given."""

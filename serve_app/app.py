@@ -29,8 +29,8 @@ from cluster.roles import DutyReport, Role
 from cluster.seats import NODE_ID, none_at_all
 from cluster.settings import ReplicaSettings, shared_variables
 from cluster.waiting import SeatError
-from placement import checkpoint_header
-from placement.seating import seat_all
+from placement.checkpoint import header
+from placement.nodes.assignment import seat_all
 from serve_app.catalog import resolve
 from serve_app.handle_backend import HandleBackend
 from serve_app.names import ENGINE, INGRESS
@@ -117,7 +117,7 @@ def build(arguments: dict[str, Any]) -> Application:
     args = parse_args(arguments)  # not annotated as `ServeArgs`: Serve's own check tells mistakes less well
     app = application(args)
     path = resolve(args.model).path
-    check_files(path, checkpoint_header.read(path))
+    check_files(path, header.read(path))
     return app
 
 

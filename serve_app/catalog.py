@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from placement.model_spec import ModelError
+from placement.model.spec import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
 

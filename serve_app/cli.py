@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from placement.layout import LayoutError
-from placement.model_spec import ModelError
+from placement.layout.layout import LayoutError
+from placement.model.spec import ModelError
 from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, installed
 
 app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -8,7 +8,7 @@ from typing import Literal
 import typer
 from pydantic import BaseModel, ConfigDict
 
-from placement.cluster_text import as_text
+from placement.explain.cluster_text import as_text
 from serve_app.joining import joined
 
 

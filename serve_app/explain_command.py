@@ -1,6 +1,6 @@
 """``shardwright explain``: what a layout means for a model, from its header alone. Nothing starts, nothing is loaded.
 
-With ``--prefill`` and ``--decode`` it is what one pool hands to the other (`placement.handoff`).
+With ``--prefill`` and ``--decode`` it is what one pool hands to the other (`placement.ownership.handoff`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal, NoReturn
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
-from placement import checkpoint_header
-from placement.explain import as_json, explain
-from placement.explain_text import as_text
-from placement.handoff_text import explain_handoff, handoff_json, handoff_text
-from placement.hardware import ClusterSpec
-from placement.layout import Layout, LayoutError, Violation
-from placement.model_spec import DType, ModelSpec
-from placement.safetensors_file import AbsentWeights
-from placement.seating_text import seating_json, seating_lines
-from placement.step_shape import StepShape
+from placement.checkpoint import header as checkpoint_header
+from placement.checkpoint.hf.safetensors_file import AbsentWeights
+from placement.cost.step_shape import StepShape
+from placement.explain.assignment_text import seating_json, seating_lines
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import as_json, explain
+from placement.explain.handoff_text import explain_handoff, handoff_json, handoff_text
+from placement.layout.layout import Layout, LayoutError, Violation
+from placement.model.spec import DType, ModelSpec
+from placement.nodes.hardware import ClusterSpec
 from serve_app.catalog import resolve
 
 HANDOFF_TOKENS = 4096

@@ -15,9 +15,9 @@ from typing import Literal
 
 from cluster.roles import Role
 from cluster.settings import ReplicaSettings
-from placement.handoff import Side, holdings
-from placement.hardware import ClusterSpec
-from placement.layout import Layout, LayoutError
+from placement.layout.layout import Layout, LayoutError
+from placement.nodes.hardware import ClusterSpec
+from placement.ownership.handoff import Side, holdings
 from serve_app.names import ENGINE, MIXED, POOL_OF, PREFILL
 from serve_app.settings import ServeArgs, replica_settings
 

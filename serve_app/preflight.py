@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from placement.checkpoint_header import check_tensors
-from placement.model_spec import ModelError, ModelSpec
+from placement.checkpoint.header import check_tensors
+from placement.model.spec import ModelError, ModelSpec
 from serve_app.text.model_files import TextFiles, read_text_files
 from serve_app.text.template import TemplateError
 from serve_app.text.tokenizer import TokenizerError

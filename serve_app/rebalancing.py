@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from placement.hardware import ClusterSpec
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec
 
 
 def refusal(every: int | None, skew: float | None, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> str | None:

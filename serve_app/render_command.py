@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.render.kuberay import Cloud, kustomization, manifests
 from cluster.render.ray_up import cloud_cluster, local_cluster
 from cluster.render.serve_file import Deployment, Pool, serve_file
-from placement import checkpoint_header
-from placement.fleet import Machine, fleet
-from placement.handoff import Side, holdings
-from placement.layout import Layout, LayoutError, require
-from placement.memory import rank_memories
+from placement.checkpoint import header
+from placement.cost.memory import rank_memories
+from placement.layout.layout import Layout, LayoutError, require
+from placement.nodes.fleet import Machine, fleet
+from placement.ownership.handoff import Side, holdings
 from serve_app.catalog import resolve
 from serve_app.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.pools import layouts as layouts_of
@@ -86,7 +86,7 @@ def run_render(args: RenderArgs) -> None:
 def render(args: RenderArgs) -> Files:
     """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
     layouts = _layouts(args)
-    spec = checkpoint_header.read(resolve(args.model, header_only=True).path)
+    spec = header.read(resolve(args.model, header_only=True).path)
     for layout in layouts.values():
         require(layout, spec)  # before the machines: they are counted for a layout that can be
         if _in_pools(args):

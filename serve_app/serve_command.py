@@ -23,7 +23,7 @@ from actors.tiers.tree import DirectoryError, own_folder
 from cluster import local
 from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants
-from placement.layout import LayoutError
+from placement.layout.layout import LayoutError
 from serve_app import pools, proxy
 from serve_app.deploying import StartFailed, check_free, deploy, is_still
 from serve_app.endpoint_health import health_line

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from placement.model_spec import ModelSpec
+from placement.model.spec import ModelSpec
 from serve_app.text.model_files import read_text_files
 from serve_app.text.template import ChatTemplate
 from serve_app.text.tokenizer import Tokenizer

@@ -11,10 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from actors.engine.balancing import USUAL_INTERVAL
 from cluster.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
-from placement import checkpoint_header, handoff, memory
-from placement.hardware import ClusterSpec, cpu_has_bfloat16
-from placement.layout import Layout, LayoutError, require
-from placement.model_spec import DType, ModelSpec
+from placement.checkpoint import header as checkpoint_header
+from placement.cost import memory
+from placement.layout.layout import Layout, LayoutError, require
+from placement.model.spec import DType, ModelSpec
+from placement.nodes.hardware import ClusterSpec, cpu_has_bfloat16
+from placement.ownership import handoff
 from serve_app import rebalancing
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
 

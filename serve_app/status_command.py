@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from placement.columns import columns
+from placement.explain.columns import columns
 from serve_app.applications import chosen
 from serve_app.joining import joined
 

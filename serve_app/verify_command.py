@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from placement import checkpoint_header, memory, sequence_parallel
-from placement.layout import Layout, LayoutError, require
-from placement.model_spec import ModelSpec
+from placement.checkpoint import header
+from placement.cost import memory
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout, LayoutError, require
+from placement.model.spec import ModelSpec
 from serve_app.catalog import DEFAULT_MODEL, ModelFiles, resolve
 from serve_app.preflight import check_files
 from serve_app.settings import compute_dtype
@@ -60,7 +62,7 @@ def run_verify(args: VerifyArgs, *, as_json: bool) -> None:
 def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
     from actors.config import RankConfig
 
-    spec = checkpoint_header.read(files.path)
+    spec = header.read(files.path)
     layout = Layout.parse(args.layout)
     require(layout, spec)
     tokens = _longest(args, layout)

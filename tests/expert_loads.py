@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from placement.experts import ExpertMap, slots_of_ranks
+from placement.experts.expert_map import ExpertMap, slots_of_ranks
 
 
 def dealt(old: ExpertMap, draw: random.Random) -> ExpertMap:

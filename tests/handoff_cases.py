@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from placement import mesh, shards
-from placement.context import Place
-from placement.handoff import Copy, Side
-from placement.mla_spec import MLASpec
-from placement.model_spec import ModelSpec
+from placement.layout import mesh
+from placement.model.mla_spec import MLASpec
+from placement.model.spec import ModelSpec
+from placement.ownership import shards
+from placement.ownership.context import Place
+from placement.ownership.handoff import Copy, Side
 
 Unit = tuple[int, int, int, int]
 """(rank, layer, KV head, position)."""

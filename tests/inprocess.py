@@ -17,9 +17,9 @@ from actors.messages import GenerateRequest, TokenEvent
 from actors.model.decoder import Decoder
 from actors.model.groups.solo import SoloGroup
 from actors.threads import start_ranks
-from placement import mesh
-from placement.layout import Layout
-from placement.model_spec import DType
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import DType
 from tests.tiny_models import TinyModel
 
 _TOKEN = "in-process"

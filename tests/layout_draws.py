@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from placement import rules
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
+from placement.layout.layout import Layout
+from placement.legality import rules
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
 
 
 def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> Layout:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.threads import ThreadRanks
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_decoder import Schedule
 from tests.tiny_models import TinyModel

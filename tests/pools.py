@@ -22,7 +22,7 @@ from actors.tiers.librarian import Librarian
 from actors.transfer.courier import Courier
 from actors.transfer.local import LocalTransport, Switchboard
 from actors.transfer.transport import Transport
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel
 

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from placement.model_spec import ModelSpec
-from placement.shards import parameters, whole_model
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import parameters, whole_model
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "F8_E4M3": 1}
 

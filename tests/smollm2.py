@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from placement import checkpoint_header
+from placement.checkpoint import header as checkpoint_header
 from tests.tiny_models import TinyModel
 
 QUESTIONS = [

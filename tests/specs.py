@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placement.model_spec import ModelSpec
+from placement.model.spec import ModelSpec
 
 DENSE = ModelSpec(
     family="llama",

@@ -23,10 +23,10 @@ from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.local import choose_latent
-from placement.layout import Layout
-from placement.mesh import Coords
-from placement.model_spec import ModelSpec
-from placement.shards import Shard, parameters, shard
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard, parameters, shard
 from tests.tiny_models import TinyModel
 
 Part = tuple[int, int, int]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from placement import checkpoint_header
-from placement.model_spec import ModelSpec
+from placement.checkpoint import header
+from placement.model.spec import ModelSpec
 
 _SIZES = {
     "hidden_size": 48,
@@ -259,7 +259,7 @@ def _made(family: str, tied: bool, bias: float, rope: str | None, sizes: tuple[t
     _draw_weights(model, bias)
     folder = Path(_session_folder()) / f"model{_made.cache_info().currsize}"
     model.save_pretrained(folder)
-    return TinyModel(folder, checkpoint_header.read(folder), model)
+    return TinyModel(folder, header.read(folder), model)
 
 
 def _draw_weights(model: PreTrainedModel, bias: float) -> None:

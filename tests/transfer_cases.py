@@ -16,10 +16,10 @@ from actors.transfer.compatibility import Compatibility
 from actors.transfer.endpoint import KVEndpoint, Place, Sending
 from actors.transfer.nixl_transport import NixlTransport
 from actors.transfer.transport import Transport
-from placement.handoff import Copy, Holding, Side, handoff, holdings
-from placement.handoff_pages import PageTable
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership.handoff import Copy, Holding, Side, handoff, holdings
+from placement.ownership.handoff_pages import PageTable
 from tests.handoff_cases import heads_model, latent_model
 
 CASES: dict[str, tuple[str, str, str, int, int, int]] = {

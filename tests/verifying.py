@@ -13,7 +13,7 @@ from actors.verify.cases import KINDS
 from actors.verify.ranks import WatchedThreads
 from actors.verify.report import Report
 from actors.verify.verification import Verification
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel
 

@@ -21,10 +21,10 @@ from transformers import (
 
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.shards import Shard, parameters, shard
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard, parameters, shard
 
 Weights = dict[str, Tensor]
 

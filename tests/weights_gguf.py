@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from placement.model_spec import ModelSpec
+from placement.model.spec import ModelSpec
 from tests.weights_checks import Weights
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}

@@ -5,7 +5,7 @@
     plan n, n+1, …   one layer's move each ←────────────────────────────────────────┘
 
 A move is in a plan, so all ranks make it between the same two steps and follow the new map from then on; a layer a step, so
-that no step waits for more than one layer's experts. The policy is `placement.rebalancer`; this is its mechanism.
+that no step waits for more than one layer's experts. The policy is `placement.experts.rebalancer`; this is its mechanism.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pydantic import BaseModel, ConfigDict
 
 from actors.engine.stats import ExpertStats
 from actors.messages import ExpertMove, ExpertReport, StepPlan
-from placement import mesh
-from placement.experts import ExpertMap, map_of
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
-from placement.rebalancer import Costs, Decision, Rebalancer, Watch
+from placement.experts.expert_map import ExpertMap, map_of
+from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
 
 USUAL_INTERVAL = 3000
 """Steps between looks unless asked otherwise."""
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Policy(Protocol):
-    """What decides. `placement.rebalancer.Rebalancer` is one."""
+    """What decides. `placement.experts.rebalancer.Rebalancer` is one."""
 
     def after_step(self, watch: Watch, evenness: float) -> Watch:
         """See `Rebalancer.after_step`."""

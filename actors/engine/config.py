@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from actors.engine.balancing import Balancing
 from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
-from placement import mesh
-from placement.layout import Layout
-from placement.model_spec import RopeSpec
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import RopeSpec
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -69,7 +69,7 @@ class Tiering(BaseModel):
 class EngineConfig(BaseModel):
     """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
 
-    A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.context`), so that
+    A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`), so that
     ``kv_owners * num_blocks`` blocks can be in use at once; in each of `lanes`, which have ranks of their own (attn_dp).
     """
 

@@ -18,7 +18,7 @@ class ResultJoiner:
     """Holds the results of the lanes' leaders until all lanes have answered the step."""
 
     def __init__(self, leaders: Sequence[int]) -> None:
-        """`leaders`: the world rank that answers for each lane (`placement.mesh.leaders`)."""
+        """`leaders`: the world rank that answers for each lane (`placement.layout.mesh.leaders`)."""
         self._waiting: dict[int, deque[StepResult]] = {leader: deque() for leader in leaders}
 
     def __contains__(self, world_rank: int) -> bool:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from actors.engine.prefix import PrefixChain
 from actors.messages import FinishReason, GenerateRequest, TokenLogprob
-from placement.model_spec import RopeSpec
+from placement.model.spec import RopeSpec
 
 NOT_ON_RANKS = -1
 """The sequence id of a sequence the ranks do not know."""

@@ -35,12 +35,12 @@ from actors.model.attention_visits import Style
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
-from placement.attention_kind import AttentionKind
-from placement.context import Place, passes_kv
-from placement.layout import Layout
-from placement.mesh import Coords
-from placement.model_spec import ModelSpec
-from placement.travel import group_heads, weights
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import ModelSpec
+from placement.ownership.context import Place, passes_kv
+from placement.ownership.context_heads import group_heads, weights
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from actors.model.attention_visits import Gathered, Ring, Style
 from actors.model.batch import Batch
 from actors.model.group import Group
 from actors.model.kv_cache import KVCache
-from placement.context import Place
+from placement.ownership.context import Place
 
 MakeStyle = Callable[[Group, Sequence[Shelf], Sequence[RowShare], Place, torch.device], Style]
 STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.model.attention_parts import Sum, merge_packed, pack
 from actors.model.attention_shares import RowShare
 from actors.model.group import Group
-from placement.context import Place
+from placement.ownership.context import Place
 
 AddCached = Callable[[Sum, slice, Tensor, RowShare, tuple[range, ...]], None]
 """Adds to the tokens ``slice`` of a sum what queries [tokens, heads, dim] at the given positions see in the row's own pages."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors.model.attention_sights import Positions
 from actors.model.batch import Batch
-from placement.context import Ownership, Place, is_split
+from placement.ownership.context import Ownership, Place, is_split
 
 
 @dataclass(frozen=True)

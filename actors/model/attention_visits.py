@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actors.model.attention_shares import KeyRun, RowShare, Shelf
 from actors.model.group import Group
-from placement.context import Place
+from placement.ownership.context import Place
 
 
 @dataclass(frozen=True)

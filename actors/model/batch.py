@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from placement.expert_tokens import Lanes
+from placement.ownership.expert_tokens import Lanes
 
 _Value = TypeVar("_Value")
 
@@ -26,7 +26,7 @@ class Batch:
         query_lens     [3, 1]      context_lens  [16, 5]      block_tables [[7, 2], [4]]
         slots          [ 32  33  34 | 69 ]                    slot = block * 16 + offset in the block
 
-    With context parallelism (`placement.context`) it is what one rank runs and holds of them: of a row that is split over
+    With context parallelism (`placement.ownership.context`) it is what one rank runs and holds of them: of a row that is split over
     the cp ranks its own tokens, of every block table its own blocks. `new_lens` then are the whole rows.
     """
 

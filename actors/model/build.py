@@ -24,8 +24,8 @@ from actors.model.layers import (
 )
 from actors.model.moe.build import mixture
 from actors.model.qk_norm import WidthNorm
-from placement.model_spec import ModelSpec
-from placement.shards import Shard, parameters
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard, parameters
 
 
 class Builder:

@@ -7,7 +7,7 @@
             (a norm the model has not is the identity)
 
 A stage is what it is by construction: `forward` does not ask where it runs. Parameters are exactly those of
-`placement.shards.parameters`, uninitialised; a loader fills them in place.
+`placement.ownership.shards.parameters`, uninitialised; a loader fills them in place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from actors.model.moe.exchanges import Exchanges, OnlySums
 from actors.model.regions import Region, Regions
 from actors.model.rope import make_rope
 from actors.model.step import Paged, Step
-from placement.expert_tokens import Lanes
-from placement.model_spec import ModelSpec
-from placement.shards import Shard
+from placement.model.spec import ModelSpec
+from placement.ownership.expert_tokens import Lanes
+from placement.ownership.shards import Shard
 
 
 class Decoder(nn.Module):
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         scatter_from: int | None = None,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.sequence_parallel`);
+        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.layout.sequence_parallel`);
         `exchanges`: how tokens get to experts, where these are not all in the tp group."""
         super().__init__()
         build = Builder(spec, own, tp, attention, dtype, device)

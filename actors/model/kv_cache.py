@@ -8,7 +8,7 @@ A rank has one for each kind of attention in its stage (`actors.model.kv_caches`
     V  head 0   | block 0 | block 1 | block 2 | ...         another rank is one slice
        head 1   | ...
 
-Where values have another size than keys, they have a tensor of their own. Latent attention (`placement.mla_spec`) has one
+Where values have another size than keys, they have a tensor of their own. Latent attention (`placement.model.mla_spec`) has one
 plane in the place of the two: what it reads as keys and as values is the same latents, which it calls one KV head::
 
     latents     | block 0 | block 1 | block 2 | ...      [1, 1, num_blocks, block_size, latent_dim]
@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from placement.model_spec import ModelSpec
-from placement.shards import Shard
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
 
 
 class _Pages(NamedTuple):

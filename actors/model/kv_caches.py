@@ -1,4 +1,4 @@
-"""The KV cache of one rank: a `KVCache` for each kind of attention that its stage has (`placement.attention_kind`).
+"""The KV cache of one rank: a `KVCache` for each kind of attention that its stage has (`placement.model.attention_kind`).
 
 One block table serves them all: block 7 of a sequence is page 7 in every layer, whatever a page holds there::
 
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from actors.model.kv_cache import KVCache
-from placement.model_spec import ModelSpec
-from placement.shards import Shard
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
 
 
 class KVCaches:

@@ -16,8 +16,8 @@ from actors.model.layers import (
 )
 from actors.model.qk_norm import WidthNorm, mean_squares
 from actors.model.step import Step
-from placement.model_spec import ModelSpec
-from placement.shards import Shard
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
 
 
 class Layer(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from actors.model.group import Group
-from placement.model_spec import ModelSpec
-from placement.shards import Shard
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
 
 
 class WidthNorm(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actors.model.batch import Batch
 from actors.model.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies, original_max_position
-from placement.model_spec import RopeSpec
+from placement.model.spec import RopeSpec
 
 Rotate = Callable[[Tensor], Tensor]
 """Turns [tokens, heads, head_dim] by the angles of one step; returns its dtype."""

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from placement.model_spec import RopeSpec
+from placement.model.spec import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

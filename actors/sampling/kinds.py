@@ -21,7 +21,7 @@ from actors.sampling.blocks import blocks
 from actors.sampling.filters import draw, draw_from_all, min_p_floor, temperatures
 from actors.sampling.rows import SampleRow, is_greedy
 from actors.sampling.shard import VocabShard
-from placement.sampling_traffic import kind_of
+from placement.cost.sampling_traffic import kind_of
 
 
 class Kind(Protocol):

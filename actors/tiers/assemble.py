@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from actors.tiers.piece import Form, Piece
-from placement.model_spec import DTYPE_BYTES
+from placement.model.spec import DTYPE_BYTES
 
 Load = Callable[[Piece], bytes | None]
 """The bytes of a piece; None where it is gone, or damaged."""

@@ -24,9 +24,9 @@ from actors.tiers.piece import Form
 from actors.tiers.rank_blocks import RankBlocks
 from actors.tiers.settings import TierSettings
 from actors.tiers.tiers import Tiers
-from placement import mesh
-from placement.handoff import Side, holdings
-from placement.handoff_pages import PageTable
+from placement.layout import mesh
+from placement.ownership.handoff import Side, holdings
+from placement.ownership.handoff_pages import PageTable
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import hashlib
 import re
 from dataclasses import dataclass, replace
 
-from placement.model_spec import DTYPE_BYTES, DType, ModelSpec
+from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 
 BlockName = str
 """64 hexadecimal digits."""

@@ -17,10 +17,10 @@ from actors.tiers.tiers import Tiers
 from actors.transfer.pages import copy_slots
 from actors.transfer.staging import gather, scatter
 from actors.transfer.transport import flat_bytes
-from placement.handoff import Copy, Side, handoff
-from placement.handoff_pages import PageTable
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership.handoff import Copy, Side, handoff
+from placement.ownership.handoff_pages import PageTable
 
 
 class RankBlocks:

@@ -14,7 +14,7 @@ class TierSettings(BaseModel):
     """Host memory of `host_bytes` for each rank (0: none), and a directory of `directory_bytes` for all that use it together
     (None: none).
 
-    `model_digest`: see `placement.model_digest`; blocks of other models are never found.
+    `model_digest`: see `placement.model.digest`; blocks of other models are never found.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.messages import Message
-from placement.model_spec import DType, ModelSpec
+from placement.model.spec import DType, ModelSpec
 
 PROTOCOL = 1
 """Version of the messages between the two sides."""

@@ -21,11 +21,11 @@ from actors.transfer.endpoint import KVEndpoint, Peer
 from actors.transfer.outbound import Outbound
 from actors.transfer.queue_order import queue_order
 from actors.transfer.transport import TransferError, Transport
-from placement import mesh
-from placement.handoff import Copy, Side, holdings
-from placement.handoff_pages import PageTable
-from placement.handoff_positions import shared
-from placement.layout import Layout
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.ownership.handoff import Copy, Side, holdings
+from placement.ownership.handoff_pages import PageTable
+from placement.ownership.handoff_positions import shared
 
 _SIGN_EVERY_S = 1.0
 

@@ -26,9 +26,9 @@ from actors.transfer.compatibility import Compatibility
 from actors.transfer.pages import CacheShape, copy_ranges, copy_slots
 from actors.transfer.staging import Staging, gather, is_small, scatter
 from actors.transfer.transport import STAGING, Notice, Ranges, Transfer, TransferError, Transport, flat_bytes
-from placement.handoff import Copy, Holding
-from placement.handoff_pages import PageTable
-from placement.handoff_positions import Positions
+from placement.ownership.handoff import Copy, Holding
+from placement.ownership.handoff_pages import PageTable
+from placement.ownership.handoff_positions import Positions
 
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from actors.messages import KVSend, KVSent
 from actors.transfer.endpoint import KVEndpoint, Peer, Place, Sending, StagingFullError
 from actors.transfer.transport import TransferError
-from placement.handoff import Copy, Side, handoff, holdings
-from placement.handoff_pages import PageTable
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership.handoff import Copy, Side, handoff, holdings
+from placement.ownership.handoff_pages import PageTable
 
 
 @dataclass(frozen=True)

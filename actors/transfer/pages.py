@@ -15,8 +15,8 @@ from torch import Tensor
 from actors.messages import Message
 from actors.model.kv_cache import KVCache
 from actors.transfer.transport import Ranges
-from placement.handoff import Copy, Holding
-from placement.handoff_pages import PageTable, page_ranges
+from placement.ownership.handoff import Copy, Holding
+from placement.ownership.handoff_pages import PageTable, page_ranges
 
 
 class CacheShape(Message):

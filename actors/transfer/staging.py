@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.model.kv_cache import KVCache
-from placement.handoff import Copy
+from placement.ownership.handoff import Copy
 
 STAGE_BELOW = 32 * 1024
 """Bytes of a range from which on it goes by itself."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from actors.messages import StepPlan, StepResult
 from actors.verify.cases import Key, Text, planned_keys, sampled_keys, text_of
 from actors.verify.ranks import Ran
-from placement.shards import Shard
+from placement.ownership.shards import Shard
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from actors.messages import ExpertMove, StepPlan
 from actors.verify.cases import Case
-from placement.expert_moves import moves
-from placement.experts import ExpertMap, map_of, place
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.experts.expert_map import ExpertMap, map_of, place
+from placement.experts.moves import moves
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
 
 
 def with_moves(case: Case, spec: ModelSpec, layout: Layout) -> Case:

@@ -44,7 +44,7 @@ from actors.verify.wire import (
     unpack_records,
 )
 from actors.verify.worker import work
-from placement import mesh
+from placement.layout import mesh
 
 _START_S = 120.0
 _QUIT_S = 10.0

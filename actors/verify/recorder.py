@@ -20,7 +20,7 @@ from actors.model.batch import Batch
 from actors.model.regions import Regions, Scattered
 from actors.runner import SCORED_ROWS
 from actors.verify.cases import Key
-from placement import mesh
+from placement.layout import mesh
 
 EMBEDDING = -1
 """Stands for the embedding where a layer is named."""

@@ -28,10 +28,11 @@ from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
-from placement import mesh, sequence_parallel, shards
-from placement.layout import Layout
-from placement.model_spec import DType
-from placement.shards import Shard
+from placement.layout import mesh, sequence_parallel
+from placement.layout.layout import Layout
+from placement.model.spec import DType
+from placement.ownership import shards
+from placement.ownership.shards import Shard
 
 Say = Callable[[str], None]
 _REPEATED = 2

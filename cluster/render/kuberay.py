@@ -17,7 +17,7 @@ from cluster.render.legal import require_accelerator, require_image, require_nam
 from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
 from cluster.render.serve_file import HTTP_PORT, Deployment, Group, serve_file
 from cluster.topology import POOL_LABEL
-from placement.fleet import Machine
+from placement.nodes.fleet import Machine
 
 Manifest = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from placement.layout import LayoutError
+from placement.layout.layout import LayoutError
 
 _LONGEST_NAME = 40
 """Characters: KubeRay makes other names of it, which must keep below Kubernetes' 63."""

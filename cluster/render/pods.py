@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.render.serve_file import HTTP_PORT
-from placement.fleet import GIB, Machine
+from placement.nodes.fleet import GIB, Machine
 
 MODELS = "/models"
 KEYS_FOLDER = "/etc/shardwright"

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from placement.fleet import Fleet, Machine
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.nodes.fleet import Fleet, Machine
 
 HTTP_PORT = 8000
 NODES_WAIT_S = 3600.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cluster.topology import POOL_LABEL
-from placement.fleet import Machine
+from placement.nodes.fleet import Machine
 
 HEAD_PORT = 6379
 DASHBOARD_PORT = 8265

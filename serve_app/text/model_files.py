@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from placement.gguf_file import read_header
-from placement.model_spec import ModelError
+from placement.checkpoint.gguf.gguf_file import read_header
+from placement.model.spec import ModelError
 from serve_app.text import gguf_tokenizer
 from serve_app.text.template import ChatTemplate
 from serve_app.text.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json

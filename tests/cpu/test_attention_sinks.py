@@ -8,7 +8,7 @@ import torch
 from actors.model.attention import choose, with_sinks
 from actors.model.attention_cpu import CpuAttention
 from actors.model.attention_gather import GatherAttention
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.tiny_decoder import chunked, mixed, run, whole
 from tests.tiny_models import tiny
 

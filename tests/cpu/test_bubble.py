@@ -13,8 +13,8 @@ from actors.engine.config import EngineConfig
 from actors.engine.engine import Engine
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.threads import ThreadRanks
-from placement.balance import bubble
-from placement.layout import Layout
+from placement.cost.balance import bubble
+from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import tiny
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from placement.checkpoint_header import read
-from placement.model_spec import ModelError, ModelSpec
+from placement.checkpoint.header import read
+from placement.model.spec import ModelError, ModelSpec
 
 REQUIRED = {"hidden_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 32, "intermediate_size": 64, "vocab_size": 101}
 CASES: dict[str, dict[str, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from placement.checkpoint_header import read
+from placement.checkpoint.header import read
 
 REQUIRED = {"model_type": "mimo_v2_flash", "hidden_size": 64, "num_hidden_layers": 13, "num_attention_heads": 64}
 SIZES = {"intermediate_size": 64, "vocab_size": 101}

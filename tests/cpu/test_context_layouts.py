@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.engine.config import EngineConfig
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import in_process
 from tests.plan_driver import driver
 from tests.tiny_decoder import Schedule, chunked, mixed, whole

@@ -19,7 +19,7 @@ from actors.model.attention_parts import Sum, merge_packed, pack, unpack
 from actors.model.attention_sights import sights
 from actors.model.attention_written import written_attention
 from actors.model.kv_cache import KVCache
-from placement.context import Ownership, spans
+from placement.ownership.context import Ownership, spans
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ import torch
 from actors.config import Rendezvous
 from actors.connect import connect
 from actors.model.groups.rendezvous import serve_store
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.specs import DENSE
 
 ENGINES, TP, ROUNDS = 4, 2, 10

@@ -14,10 +14,10 @@ from actors.engine.balancing import Balancing, ExpertBalancer
 from actors.engine.config import EngineConfig
 from actors.messages import ExpertReport, GenerateRequest, SamplingParams
 from actors.model.moe.router import Router
-from placement.expert_moves import moves, settled
-from placement.experts import ExpertMap, bound
-from placement.layout import Layout
-from placement.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
+from placement.experts.expert_map import ExpertMap, bound
+from placement.experts.moves import moves, settled
+from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
+from placement.layout.layout import Layout
 from tests.expert_loads import dealt
 from tests.inprocess import in_process
 from tests.tiny_models import tiny

@@ -14,9 +14,9 @@ from torch import Tensor
 from actors.messages import ExpertMove, Row, SamplingParams, SequenceStart, StepPlan
 from actors.model.moe.homes import Homes
 from actors.threads import ThreadRanks
-from placement.expert_moves import moves
-from placement.experts import map_of
-from placement.layout import Layout
+from placement.experts.expert_map import map_of
+from placement.experts.moves import moves
+from placement.layout.layout import Layout
 from tests.expert_loads import dealt
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny

@@ -7,7 +7,7 @@ import torch
 
 from actors.model.groups.solo import SoloGroup
 from actors.model.moe.exchange import AllToAllWay
-from placement.dispatch import distinct_ranks
+from placement.cost.expert_dispatch import distinct_ranks
 from tests.tiny_models import tiny
 from tests.verifying import verify
 
@@ -27,7 +27,7 @@ LAYOUTS = [
 
 @pytest.fixture(autouse=True)
 def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement.sequence_parallel.TOKENS_PER_RANK", 2)
+    monkeypatch.setattr("placement.layout.sequence_parallel.TOKENS_PER_RANK", 2)
 
 
 @pytest.mark.parametrize("dispatch", ["gather", "a2a"])

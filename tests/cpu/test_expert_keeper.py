@@ -20,10 +20,10 @@ from actors.model.moe.experts import Experts, gated_by
 from actors.model.moe.homes import Homes
 from actors.model.moe.keeper import ExpertKeeper
 from actors.model.moe.router import Router
-from placement.dealing import deal
-from placement.expert_moves import moves, settled
-from placement.experts import ExpertMap, initial, place
-from placement.moe_spec import MoESpec
+from placement.experts.expert_map import ExpertMap, initial, place
+from placement.experts.moves import moves, settled
+from placement.layout.partition import deal
+from placement.model.moe_spec import MoESpec
 
 torch.set_num_threads(1)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.shards import shard
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.ownership.shards import shard
 from tests.tiny_models import tiny
 from tests.verifying import verify
 

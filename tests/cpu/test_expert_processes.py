@@ -9,7 +9,7 @@ import torch
 
 from actors.verify.processes import Workers
 from actors.verify.verification import Verification
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
 from tests.verifying import random_prompts, verify

@@ -1,4 +1,4 @@
-"""The counters of tokens on their way to experts equal `placement.traffic`, given what the routers did."""
+"""The counters of tokens on their way to experts equal `placement.cost.traffic`, given what the routers did."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from actors.messages import Row, StepPlan
 from actors.model.moe.exchange import AllToAllWay
-from placement import sequence_parallel
-from placement.expert_traffic import Routed, Travels
-from placement.layout import Layout
-from placement.mesh import coords, groups, talking_axes
-from placement.shards import shard
-from placement.step_shape import RowShape, StepShape
-from placement.traffic import counters, rank_traffic
+from placement.cost.expert_traffic import Routed, Travels
+from placement.cost.step_shape import RowShape, StepShape
+from placement.cost.traffic import counters, rank_traffic
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords, groups, talking_axes
+from placement.ownership.shards import shard
 from tests.cpu.test_traffic_counters import Counted, blocks_of, counted, start
 from tests.tiny_models import TinyModel, tiny
 

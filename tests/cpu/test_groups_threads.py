@@ -15,7 +15,7 @@ from actors.model.groups.rendezvous import join_store, serve_store
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.groups.torch_group import TorchGroup
-from placement import wire
+from placement.cost import wire
 
 _spec = importlib.util.spec_from_file_location("groups_battery", Path(__file__).with_name("groups_battery.py"))
 assert _spec is not None

@@ -13,7 +13,7 @@ from actors.messages import GenerateRequest, Row, SamplingParams, SequenceStart,
 from actors.model.batch import Batch
 from actors.runner import Runner
 from actors.threads import ThreadRanks
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.cpu.test_mixed_load import requests
 from tests.inprocess import in_process, rank_config
 from tests.tiny_models import tiny

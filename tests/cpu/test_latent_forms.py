@@ -21,7 +21,7 @@ from actors.model.latent import local
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
 from actors.model.latent.local import LocalLatent
-from placement.mla_spec import MLASpec
+from placement.model.mla_spec import MLASpec
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.plan_driver import driver
 from tests.tiny_decoder import Schedule, chunked, mixed, run, whole
 from tests.tiny_models import tiny

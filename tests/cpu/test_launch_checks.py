@@ -14,8 +14,8 @@ from cluster.discover import discover
 from cluster.seats import Seats, node_resources
 from cluster.topology import POOL_LABEL
 from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
-from placement.bundles import bundles, impossible
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.nodes.bundles import bundles, impossible
 from tests.specs import DENSE
 
 

@@ -12,7 +12,7 @@ import torch
 from actors.model.decoder import Decoder
 from actors.transfer.endpoint import KVEndpoint, Sending
 from actors.transfer.queue_order import OneBehind
-from placement.handoff import Copy
+from placement.ownership.handoff import Copy
 from tests.cpu.test_pools import alone, config, greedy
 from tests.inprocess import in_process
 from tests.pools import pools

@@ -11,7 +11,7 @@ import pytest
 
 from actors.engine.config import EngineConfig
 from actors.messages import GenerateRequest, SamplingParams
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import in_process
 from tests.tiny_models import tiny
 

@@ -22,7 +22,7 @@ from actors.model.attention_merge import merge
 from actors.model.attention_pages import Gather, Run, source
 from actors.model.batch import Batch
 from actors.model.kv_cache import KVCache
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.tiny_decoder import batch_of, chunked, mixed, run
 from tests.tiny_models import tiny
 

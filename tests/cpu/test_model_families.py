@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.tiny_decoder import SHUFFLED, Pages, Schedule, chunked, mixed, run, whole
 from tests.tiny_models import FAMILIES, TinyModel, tiny
 

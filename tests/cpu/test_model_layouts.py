@@ -12,9 +12,9 @@ from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.solo import SoloGroup
 from actors.model.groups.thread import run_ranks, thread_groups
-from placement.layout import Layout
-from placement.mesh import Coords, coords
-from placement.shards import parameters, shard
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords, coords
+from placement.ownership.shards import parameters, shard
 from tests.tiny_decoder import batch_of, chunked, fill, mixed, run, whole
 from tests.tiny_models import FAMILIES, tiny
 

@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from actors.model.moe.router import Router
-from placement.moe_spec import MoESpec
+from placement.model.moe_spec import MoESpec
 
 torch.set_num_threads(1)
 

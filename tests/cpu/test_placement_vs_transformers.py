@@ -22,8 +22,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from placement.checkpoint_header import read
-from placement.model_spec import RopeSpec
+from placement.checkpoint.header import read
+from placement.model.spec import RopeSpec
 
 FAMILIES = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 REQUIRED = {"hidden_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 32, "intermediate_size": 64, "vocab_size": 101}

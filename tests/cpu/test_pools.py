@@ -13,9 +13,9 @@ from actors.engine.refusal import InvalidRequest
 from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.tiers.settings import TierSettings
 from actors.transfer.pages import copy_slots
-from placement.handoff import Copy, Side, head_bytes
-from placement.handoff_pages import PageTable
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.ownership.handoff import Copy, Side, head_bytes
+from placement.ownership.handoff_pages import PageTable
 from tests.cpu.test_mixed_load import requests
 from tests.cpu.test_tiered_engine import answers, prompts, request, tiered
 from tests.handoff_cases import kept

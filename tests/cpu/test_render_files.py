@@ -13,11 +13,11 @@ import yaml
 
 from cluster.render.kuberay import Cloud, manifests
 from cluster.render.serve_file import Deployment
-from placement import checkpoint_header
-from placement.fleet import GIB, Machine, fleet
-from placement.layout import Layout, LayoutError
-from placement.model_spec import ModelSpec
-from placement.seating import seat
+from placement.checkpoint import header as checkpoint_header
+from placement.layout.layout import Layout, LayoutError
+from placement.model.spec import ModelSpec
+from placement.nodes.assignment import seat
+from placement.nodes.fleet import GIB, Machine, fleet
 from serve_app.catalog import DEFAULT_MODEL, resolve
 from serve_app.pools import layouts
 from serve_app.render_command import RenderArgs, deployment_of, render

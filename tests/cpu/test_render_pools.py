@@ -11,9 +11,9 @@ import yaml
 
 from cluster.render.kuberay import Cloud, manifests
 from cluster.render.start_commands import worker_command
-from placement.fleet import GIB, Machine
-from placement.layout import LayoutError
-from placement.model_spec import ModelError
+from placement.layout.layout import LayoutError
+from placement.model.spec import ModelError
+from placement.nodes.fleet import GIB, Machine
 from serve_app.render_command import RenderArgs, deployment_of, render, run_render
 from tests.render_checks import check_manifest, check_ray_up
 from tests.tiny_models import tiny

@@ -12,10 +12,10 @@ from actors.model.decoder import Decoder
 from actors.model.group import Group
 from actors.model.groups.thread import run_ranks, thread_groups
 from actors.model.kv_cache import KVCache
-from placement import sequence_parallel
-from placement.layout import Layout
-from placement.mesh import Coords
-from placement.shards import shard
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.ownership.shards import shard
 from tests.cpu.test_model_layouts import SCHEDULE, SEQUENCES
 from tests.tiny_decoder import batch_of, fill, run
 from tests.tiny_models import TinyModel, tiny

@@ -9,8 +9,8 @@ import pytest
 from actors.config import Place, RankReport, RankStatus
 from cluster import status
 from cluster.settings import ReplicaSettings
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 from tests.specs import DENSE
 
 RACKS = ClusterSpec(nodes=tuple(NodeSpec(name=name, id=name, slots=2, rack=name) for name in "ab"))

@@ -7,7 +7,7 @@ import pytest
 from actors.engine.link import LinkError, LinkTimeout
 from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.threads import ThreadRanks
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import tiny
 

@@ -17,7 +17,7 @@ from actors.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.tiers.librarian import Librarian
 from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel, tiny
 

@@ -27,8 +27,8 @@ from actors.tiers.piece import Form, Piece
 from actors.tiers.rank_blocks import RankBlocks
 from actors.tiers.tiers import Tiers
 from actors.tiers.tree import OWN, DirectoryError
-from placement.handoff import Side
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.ownership.handoff import Side
 from tests.transfer_cases import Case, model
 
 ROOT = Path(__file__).resolve().parents[2]

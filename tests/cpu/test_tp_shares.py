@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.tiny_decoder import mixed, run, whole
 from tests.tiny_models import tiny
 

@@ -1,4 +1,4 @@
-"""The counters of the groups after a real step equal `placement.traffic`, rank by rank."""
+"""The counters of the groups after a real step equal `placement.cost.traffic`, rank by rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from actors.model.groups.thread import run_ranks, thread_groups
 from actors.runner import Runner
 from actors.sampler import Sampler
 from actors.threads import ThreadRanks
-from placement import sequence_parallel
-from placement.layout import Layout
-from placement.mesh import groups, talking_axes
-from placement.step_shape import Choosing, RowShape, StepShape
-from placement.traffic import counters, rank_traffic
+from placement.cost.step_shape import Choosing, RowShape, StepShape
+from placement.cost.traffic import counters, rank_traffic
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout
+from placement.layout.mesh import groups, talking_axes
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
 

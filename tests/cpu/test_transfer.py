@@ -11,9 +11,9 @@ from actors.transfer.local import LocalTransport, Switchboard
 from actors.transfer.pages import CacheShape, copy_ranges
 from actors.transfer.staging import STAGE_BELOW, Staging, is_small
 from actors.transfer.transport import Ranges, TransferError
-from placement.handoff import Side, handoff
-from placement.handoff_pages import PageTable
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.ownership.handoff import Side, handoff
+from placement.ownership.handoff_pages import PageTable
 from tests.transfer_cases import CASES, Case, Rank, compatibility, endpoint, expect_all, send_all, wait_for_copies
 
 

@@ -18,11 +18,11 @@ from actors.model.attention_pages import source
 from actors.model.attention_written import written_attention
 from actors.model.kv_cache import KVCache
 from actors.model.kv_caches import KVCaches
-from placement.layout import Layout
-from placement.memory import BLOCK_TOKENS, kv_bytes_per_token
-from placement.mesh import coords
-from placement.model_spec import ModelError
-from placement.shards import shard
+from placement.cost.memory import BLOCK_TOKENS, kv_bytes_per_token
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelError
+from placement.ownership.shards import shard
 from tests.cpu.test_model_families import check, sequences_of
 from tests.cpu.test_weights_experts import saved_as
 from tests.tiny_decoder import mixed, run

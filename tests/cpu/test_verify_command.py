@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from actors.model.layers import RowParallel, linear
-from placement.layout import LayoutError
-from placement.model_spec import ModelError
+from placement.layout.layout import LayoutError
+from placement.model.spec import ModelError
 from serve_app.verify_command import VerifyArgs, run_verify
 from tests.tiny_models import tiny
 

@@ -22,10 +22,12 @@ from actors.model.rope import Rope
 from actors.pipeline import Pipeline
 from actors.sampler import Sampler
 from actors.verify.report import Report
-from placement import rules, sequence_parallel, shards
-from placement.context import Ownership
-from placement.layout import Layout
-from placement.pieces import Parameter
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout
+from placement.legality import rules
+from placement.ownership import shards
+from placement.ownership.context import Ownership
+from placement.ownership.weight_slices import Parameter
 from tests.tiny_models import tiny
 from tests.verifying import Tamper, verify
 

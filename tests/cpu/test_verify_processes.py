@@ -15,8 +15,8 @@ from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
 from actors.verify.processes import Workers
 from actors.verify.report import Report
 from actors.verify.verification import Verification
-from placement import rules
-from placement.layout import Layout
+from placement.layout.layout import Layout
+from placement.legality import rules
 from tests.inprocess import rank_config
 from tests.layout_draws import draw_layout
 from tests.tiny_models import TinyModel, tiny

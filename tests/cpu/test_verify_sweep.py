@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from actors.verify.cases import KINDS
-from placement import sequence_parallel
+from placement.layout import sequence_parallel
 from tests.layout_draws import draw_layout
 from tests.tiny_models import FAMILIES, TinyModel, tiny
 from tests.verifying import verify

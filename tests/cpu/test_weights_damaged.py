@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from placement.gguf_file import read_header
-from placement.layout import Layout
-from placement.model_spec import ModelError
+from placement.checkpoint.gguf.gguf_file import read_header
+from placement.layout.layout import Layout
+from placement.model.spec import ModelError
 from tests.weights_checks import llama_spec, load_rank, random_model, stored
 from tests.weights_gguf import write_gguf
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from placement import checkpoint_header
-from placement.layout import Layout
-from placement.model_spec import ModelError
+from placement.checkpoint import header
+from placement.layout.layout import Layout
+from placement.model.spec import ModelError
 from tests.tiny_models import TinyModel, tiny
 from tests.weights_checks import load_rank
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_with_fused_experts_gives_the_same_parameters(family: str, 
     """As transformers holds them: gate over up, all experts of a layer in one tensor."""
     model = tiny(family)
     saved_as(model, tmp_path, model.reference.state_dict())
-    spec = checkpoint_header.read(tmp_path)
+    spec = header.read(tmp_path)
     assert (spec.moe.form, model.spec.moe.form) == ("fused", "mixtral" if family == "mixtral" else "each")
     for layout in LAYOUTS:
         for rank in range(layout.world):
@@ -45,7 +45,7 @@ def test_a_checkpoint_with_fused_experts_gives_the_same_parameters(family: str, 
 
 def test_a_folder_without_weights_is_one_to_plan_with(tmp_path: Path) -> None:
     shutil.copy(tiny("qwen3_moe").folder / "config.json", tmp_path)
-    assert checkpoint_header.read(tmp_path) == tiny("qwen3_moe").spec
+    assert header.read(tmp_path) == tiny("qwen3_moe").spec
 
 
 EXPERT = {

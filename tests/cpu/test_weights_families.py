@@ -13,11 +13,11 @@ from torch import Tensor
 from actors.model.attention_cpu import CpuAttention
 from actors.model.decoder import Decoder
 from actors.model.groups.solo import SoloGroup
-from placement import checkpoint_header
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.shards import shard
+from placement.checkpoint import header
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import shard
 from tests.gguf_models import K_QUANTS, write_model
 from tests.tiny_decoder import fill, mixed, run
 from tests.tiny_models import FAMILIES, TinyModel, tiny
@@ -75,7 +75,7 @@ def reread(model: TinyModel, path: Path, kind: str) -> TinyModel:
     expected = write_model(path, model, kind)
     reference = type(model.reference)(model.reference.config).eval()
     reference.load_state_dict(expected, strict=False)
-    return TinyModel(path, checkpoint_header.read(path), reference)
+    return TinyModel(path, header.read(path), reference)
 
 
 @pytest.mark.parametrize("family", NEWER)
@@ -119,7 +119,7 @@ def test_a_file_gives_the_logits_of_its_weights(family: str, kind: str, tmp_path
 def test_a_tensor_too_many_is_still_refused(family: str, tmp_path: Path) -> None:
     model = wide(family)
     write_model(tmp_path / "m.gguf", model, "F32")
-    spec = checkpoint_header.read(tmp_path / "m.gguf")
+    spec = header.read(tmp_path / "m.gguf")
     other = replace(model, spec=spec.model_copy(update={"num_layers": 1, "windows": spec.windows[:1]}))
     with pytest.raises(ValueError, match=r"tensors that a .* model with these settings has no place for"):
         load_rank(tmp_path / "m.gguf", other.spec, Layout(), 0)

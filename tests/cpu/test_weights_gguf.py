@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from actors.model.checkpoint import gguf_source
-from placement import config_json
-from placement.layout import Layout
-from placement.model_spec import ModelError, ModelSpec
+from placement.checkpoint.hf import config_json
+from placement.layout.layout import Layout
+from placement.model.spec import ModelError, ModelSpec
 from tests.weights_checks import LAYOUTS, llama_spec, load_all, load_rank, random_model, stored
 from tests.weights_gguf import write_gguf
 

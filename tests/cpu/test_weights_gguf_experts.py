@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
-from placement import checkpoint_header
-from placement.layout import Layout
+from placement.checkpoint import header
+from placement.layout.layout import Layout
 from tests.tiny_models import TinyModel, tiny
 from tests.weights_checks import load_rank
 
@@ -76,7 +76,7 @@ def test_a_rank_holds_what_the_same_weights_in_a_folder_would_give_it(family: st
     expected = write(tmp_path / "m.gguf", model, kind)
     (tmp_path / "config.json").write_bytes((model.folder / "config.json").read_bytes())
     save_file({name: x.contiguous() for name, x in expected.items()}, tmp_path / "model.safetensors")
-    folder, file = checkpoint_header.read(tmp_path), checkpoint_header.read(tmp_path / "m.gguf")
+    folder, file = header.read(tmp_path), header.read(tmp_path / "m.gguf")
     assert file.moe == folder.moe.model_copy(update={"form": "stacked"})
     for layout in (Layout(), Layout(tp=2), Layout(tp=3, pp=2)):
         for rank in range(layout.world):

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.pieces import Piece
-from placement.shards import parameters, shard, weight_elements
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import parameters, shard, weight_elements
+from placement.ownership.weight_slices import Piece
 from tests.weights_checks import llama_spec
 
 torch.set_num_threads(1)
@@ -41,10 +41,10 @@ import sys
 import torch
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.shards import parameters, shard
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import parameters, shard
 
 torch.set_num_threads(1)
 spec, layout = ModelSpec.model_validate_json(sys.argv[2]), Layout.parse(sys.argv[3])

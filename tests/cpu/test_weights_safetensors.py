@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
-from placement import config_json
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelError
-from placement.shards import shard
+from placement.checkpoint.hf import config_json
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelError
+from placement.ownership.shards import shard
 from tests.weights_checks import FAMILIES, LAYOUTS, empty_parameters, llama_spec, load_all, load_rank, random_model, stored
 
 torch.set_num_threads(1)

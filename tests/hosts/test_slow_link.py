@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from placement.crossings import busiest_seconds, link_loads
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout
-from placement.links import Link, NodeLink
-from placement.model_spec import ModelSpec
-from placement.step_shape import StepShape
+from placement.cost.crossings import busiest_seconds, link_loads
+from placement.cost.step_shape import StepShape
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import Link, NodeLink
 from serve_app.catalog import DEFAULT_MODEL
 from tests.hosts.box import ROOT, Box, Host, box, need_hosts
 from tests.hosts.throughput import REQUESTS, SPLIT

@@ -18,9 +18,9 @@ from cluster.topology import (
     slotless,
     with_links,
 )
-from placement.cluster_text import as_text
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.links import NVLINK, PCIE, Link, NodeLink, fast_domains
+from placement.explain.cluster_text import as_text
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 
 TOPOLOGY = """\
 \tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity

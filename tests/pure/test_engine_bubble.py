@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.engine.bubble import BubbleMeter
-from placement.balance import bubble
+from placement.cost.balance import bubble
 
 
 def burst(meter: BubbleMeter, start: float, stages: int, micro_batches: int, told: dict[int, float]) -> None:

@@ -21,7 +21,7 @@ from actors.engine.scripted import ScriptedLink, continuation, prompt_logprobs
 from actors.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
 from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model
 
 WAIT_S = 20.0

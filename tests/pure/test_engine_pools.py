@@ -26,7 +26,7 @@ from actors.messages import (
 )
 from actors.tiers.piece import Form
 from actors.tiers.settings import TierSettings
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model
 
 LEASE_S, GRACE_S = 10.0, 2.0

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.engine.balancing import Balancing, ExpertBalancer
 from actors.engine.stats import ExpertStats
 from actors.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
-from placement.experts import initial
+from placement.experts.expert_map import initial
 from serve_app.openai.metrics import Metrics, exposition
 
 LAYERS = (1, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from placement import config_json
+from placement.checkpoint.hf import config_json
 from serve_app import cli
 from tests.safetensors_files import tensors_of, write
 

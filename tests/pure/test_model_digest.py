@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.model_digest import model_digest
+from placement.model.digest import model_digest
 from tests.handoff_cases import heads_model
 
 SIZE = 3_000_000

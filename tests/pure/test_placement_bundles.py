@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.bundles import bundle_of, bundles, impossible
-from placement.layout import Layout
-from placement.mesh import coords, groups
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords, groups
+from placement.nodes.bundles import bundle_of, bundles, impossible
 
 
 def test_one_bundle_per_tp_group() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from placement.checkpoint_header import read
-from placement.model_spec import ModelError, ModelSpec, RopeSpec
+from placement.checkpoint.header import read
+from placement.model.spec import ModelError, ModelSpec, RopeSpec
 
 TINY = {
     "model_type": "llama",

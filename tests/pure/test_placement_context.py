@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import mesh, shards
-from placement.context import Overlap, Ownership, Place, chunks, is_split, passes_kv, restored_order, spans, zigzag
-from placement.layout import Layout
-from placement.mesh import Coords
-from placement.model_spec import ModelSpec
-from placement.rules import legal_dcp
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.legality.rules import legal_dcp
+from placement.model.spec import ModelSpec
+from placement.ownership import shards
+from placement.ownership.context import Overlap, Ownership, Place, chunks, is_split, passes_kv, restored_order, spans, zigzag
 
 quick = settings(deadline=None, max_examples=200)
 cps = st.integers(1, 6)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from placement.crossings import busiest_seconds, crossing_lines, link_loads, nodes_of_ranks, speed_text, time_text
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout
-from placement.links import Link, NodeLink
-from placement.seating import seat
-from placement.step_shape import StepShape
+from placement.cost.crossings import busiest_seconds, crossing_lines, link_loads, nodes_of_ranks, speed_text, time_text
+from placement.cost.step_shape import StepShape
+from placement.layout.layout import Layout
+from placement.nodes.assignment import seat
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import Link, NodeLink
 from tests.specs import DENSE
 
 SPEC = DENSE

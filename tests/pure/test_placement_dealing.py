@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.dealing import counts, deal, level, split_hands
+from placement.layout.partition import counts, deal, level, split_hands
 
 quick = settings(deadline=None, max_examples=200)
 share_lists = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6).map(tuple)

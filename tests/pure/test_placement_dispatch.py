@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.dispatch import chances_with_copies, destination_chances, distinct_ranks, rows_dispatched, rows_received
-from placement.experts import ExpertMap, initial, place
+from placement.cost.expert_dispatch import (
+    chances_with_copies,
+    destination_chances,
+    distinct_ranks,
+    rows_dispatched,
+    rows_received,
+)
+from placement.experts.expert_map import ExpertMap, initial, place
 
 quick = settings(deadline=None, max_examples=50)
 

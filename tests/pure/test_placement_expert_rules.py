@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from placement import rules
-from placement.experts import map_of
-from placement.explain import explain
-from placement.explain_text import as_text
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout, LayoutError, require
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.shards import shard
-from placement.step_shape import StepShape
+from placement.cost.step_shape import StepShape
+from placement.experts.expert_map import map_of
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import explain
+from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.mesh import coords
+from placement.legality import rules
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.ownership.shards import shard
 from tests.specs import DENSE
 
 EXPERTS = MoESpec(num_experts=10, top_k=2, expert_size=12, layers=(1, 2, 3))

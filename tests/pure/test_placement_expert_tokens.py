@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import expert_modes, expert_tokens
-from placement.context import is_split, spans
-from placement.dealing import deal
-from placement.dispatch import distinct_ranks
-from placement.expert_traffic import Routed
-from placement.layout import Layout
-from placement.mesh import GROUP_AXES, coords, groups, talking_axes
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.shards import parameters, shard
-from placement.step_shape import StepShape
-from placement.traffic import rank_traffic
+from placement.cost import expert_modes
+from placement.cost.expert_dispatch import distinct_ranks
+from placement.cost.expert_traffic import Routed
+from placement.cost.step_shape import StepShape
+from placement.cost.traffic import rank_traffic
+from placement.layout.layout import Layout
+from placement.layout.mesh import GROUP_AXES, coords, groups, talking_axes
+from placement.layout.partition import deal
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.ownership import expert_tokens
+from placement.ownership.context import is_split, spans
+from placement.ownership.shards import parameters, shard
 
 
 def model(num_experts: int, top_k: int = 2, expert_size: int = 64, **fields: int) -> ModelSpec:

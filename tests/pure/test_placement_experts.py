@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import expert_bound, expert_packing
-from placement.expert_moves import assignment, moves, settled
-from placement.experts import (
+from placement.experts import bound as expert_bound
+from placement.experts import packing
+from placement.experts.expert_map import (
     ExpertMap,
     balancedness,
     bound,
@@ -22,6 +22,7 @@ from placement.experts import (
     stays_on_nodes,
     surviving,
 )
+from placement.experts.moves import assignment, moves, settled
 from tests.expert_loads import greedy, public, skewed
 
 quick = settings(deadline=None, max_examples=60)
@@ -168,13 +169,11 @@ def test_nothing_is_more_even_than_the_bound(load: list[float], ranks: int, data
     slots = slots_of_ranks(len(load), ranks, redundant)
     rows = np.array(load)
     least = expert_bound.least_load(rows, slots)
-    best = min(
-        (expert_packing.rank_loads(rows, holds).max() for holds in _fillings(len(load), slots)), default=float(rows.max())
-    )
+    best = min((packing.rank_loads(rows, holds).max() for holds in _fillings(len(load), slots)), default=float(rows.max()))
     assert least <= best * (1 + 1e-9)
-    found = expert_packing.pack(rows, slots)
+    found = packing.pack(rows, slots)
     assert found.most >= best * (1 - 1e-9)
-    assert found.most == pytest.approx(expert_packing.rank_loads(rows, found.holds).max())
+    assert found.most == pytest.approx(packing.rank_loads(rows, found.holds).max())
 
 
 def _fillings(num_experts: int, slots: tuple[int, ...]) -> list[np.ndarray]:

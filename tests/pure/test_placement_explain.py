@@ -6,14 +6,14 @@ from math import prod
 
 import pytest
 
-from placement.balance import balance, bubble, weights_read
-from placement.explain import Explanation, as_json, explain
-from placement.explain_text import as_text
-from placement.layout import Layout
-from placement.mesh import coords
-from placement.model_spec import ModelSpec
-from placement.shards import shard
-from placement.step_shape import StepShape
+from placement.cost.balance import balance, bubble, weights_read
+from placement.cost.step_shape import StepShape
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import Explanation, as_json, explain
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import shard
 
 MIB = 1 << 20
 

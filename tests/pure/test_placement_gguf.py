@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from placement.checkpoint_header import check_tensors, read
-from placement.gguf_file import LongArray, read_header
-from placement.gguf_rope import llama3_divisors
-from placement.model_spec import ModelError, RopeSpec
+from placement.checkpoint.gguf.gguf_file import LongArray, read_header
+from placement.checkpoint.gguf.rope import llama3_divisors
+from placement.checkpoint.header import check_tensors, read
+from placement.model.spec import ModelError, RopeSpec
 
 VOCAB, HIDDEN, HEAD_DIM = 96, 64, 16
 

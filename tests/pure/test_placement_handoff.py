@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from placement.context import Ownership
-from placement.handoff import Copy, Side, handoff, holdings, sequence_bytes
-from placement.handoff_pages import PageRange, PageTable, page_ranges
-from placement.handoff_positions import Positions, shared
-from placement.handoff_text import explain_handoff, handoff_text
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.explain.handoff_text import explain_handoff, handoff_text
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership.context import Ownership
+from placement.ownership.handoff import Copy, Side, handoff, holdings, sequence_bytes
+from placement.ownership.handoff_pages import PageRange, PageTable, page_ranges
+from placement.ownership.handoff_positions import Positions, shared
 from tests.handoff_cases import heads_model, kept, latent_model, moved
 from tests.layout_draws import draw_layout
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.hardware import cpu_has_bfloat16
+from placement.nodes.hardware import cpu_has_bfloat16
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.checkpoint_header import read
-from placement.explain import as_json, explain
-from placement.explain_text import as_text
-from placement.handoff import Side, handoff
-from placement.layout import Layout
-from placement.memory import kv_bytes_per_token, parameter_count, rank_memories
-from placement.mesh import coords
-from placement.model_spec import ModelError, ModelSpec
-from placement.rules import legal_dcp
-from placement.shards import parameters, shard, whole_model
-from placement.step_shape import StepShape
+from placement.checkpoint.header import read
+from placement.cost.memory import kv_bytes_per_token, parameter_count, rank_memories
+from placement.cost.step_shape import StepShape
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import as_json, explain
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.legality.rules import legal_dcp
+from placement.model.spec import ModelError, ModelSpec
+from placement.ownership.handoff import Side, handoff
+from placement.ownership.shards import parameters, shard, whole_model
 
 PATTERN = [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7]
 PUBLISHED: dict[str, Any] = {

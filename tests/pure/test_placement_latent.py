@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from placement.balance import balance
-from placement.checkpoint_header import read
-from placement.explain import explain
-from placement.explain_text import as_text
-from placement.layout import Layout
-from placement.memory import kv_bytes_per_token, parameter_count, rank_memories
-from placement.mesh import coords
-from placement.mla_spec import MLASpec
-from placement.model_spec import ModelError, ModelSpec
-from placement.rules import legal_dcp
-from placement.shards import parameters, shard
-from placement.step_shape import StepShape
+from placement.checkpoint.header import read
+from placement.cost.balance import balance
+from placement.cost.memory import kv_bytes_per_token, parameter_count, rank_memories
+from placement.cost.step_shape import StepShape
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import explain
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.legality.rules import legal_dcp
+from placement.model.mla_spec import MLASpec
+from placement.model.spec import ModelError, ModelSpec
+from placement.ownership.shards import parameters, shard
 
 V3 = {
     "model_type": "deepseek_v3",

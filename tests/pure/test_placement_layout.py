@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout, LayoutError, require
-from placement.model_spec import ModelSpec
-from placement.suggestions import candidates
+from placement.layout.layout import Layout, LayoutError, require
+from placement.legality.suggestions import candidates
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 
 quick = settings(deadline=None, max_examples=100)
 sizes = st.integers(1, 40)
@@ -294,9 +294,9 @@ def test_the_tp_sizes_said_to_work_do(layout: Layout, slots: list[int], layers: 
 
 _CHILD = """
 import sys
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout, require
-from placement.model_spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.layout.layout import Layout, require
+from placement.model.spec import ModelSpec
 
 model = ModelSpec(family="llama", hidden_size=64, num_layers=5, num_heads=24, num_kv_heads=8, head_dim=8, intermediate_size=96,
                   vocab_size=101, max_position=64, norm_eps=1e-5, windows=(None,) * 5)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from placement.explain import explain
-from placement.explain_text import as_text
-from placement.layout import Layout
-from placement.lm_head import is_over_stage, spared_bytes
-from placement.memory import rank_memories
-from placement.mesh import coords, groups, talking_axes
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.shards import shard
-from placement.step_shape import StepShape
-from placement.traffic import rank_traffic
+from placement.cost.memory import rank_memories
+from placement.cost.step_shape import StepShape
+from placement.cost.traffic import rank_traffic
+from placement.explain.explain_text import as_text
+from placement.explain.explanation import explain
+from placement.layout.layout import Layout
+from placement.layout.lm_head import is_over_stage, spared_bytes
+from placement.layout.mesh import coords, groups, talking_axes
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import shard
 
 
 def model(vocab: int, hidden: int, **changes: object) -> ModelSpec:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout, LayoutError
-from placement.memory import BLOCK_TOKENS, MemoryBudgetError, RankMemory, num_blocks, parameter_count, rank_memories, slot_bytes
-from placement.model_spec import ModelSpec
+from placement.cost.memory import (
+    BLOCK_TOKENS,
+    MemoryBudgetError,
+    RankMemory,
+    num_blocks,
+    parameter_count,
+    rank_memories,
+    slot_bytes,
+)
+from placement.layout.layout import Layout, LayoutError
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 
 
 def shape(hidden: int, layers: int, heads: tuple[int, int, int], wide: int, vocab: int, **changes: object) -> ModelSpec:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.layout import Layout
-from placement.mesh import (
+from placement.layout.layout import Layout
+from placement.layout.mesh import (
     AXES,
     MOE_AXES,
     Coords,

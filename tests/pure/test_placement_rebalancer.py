@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placement.expert_moves import moves
-from placement.experts import ExpertMap, balancedness, initial
-from placement.rebalancer import Costs, Rebalancer, Watch, predicted
+from placement.experts.expert_map import ExpertMap, balancedness, initial
+from placement.experts.moves import moves
+from placement.experts.rebalancer import Costs, Rebalancer, Watch, predicted
 
 LOAD = [[8.0, 8.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
 CHEAP = Costs(expert_s=0.010, expert_bytes=1000, bytes_per_s=1e6, steps=100)

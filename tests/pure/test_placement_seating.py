@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import Layout
-from placement.mesh import groups
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.seating import seat, seat_all
+from placement.layout.layout import Layout
+from placement.layout.mesh import groups
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.nodes.assignment import seat, seat_all
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 from tests.specs import DENSE
 
 CASES = 300

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.dealing import deal, split_hands
-from placement.layout import Layout
-from placement.mesh import Coords, coords
-from placement.model_spec import ModelSpec
-from placement.pieces import Parameter
-from placement.shards import (
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords, coords
+from placement.layout.partition import deal, split_hands
+from placement.layout.stages import partition
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import (
     Shard,
     columns,
     heads,
@@ -25,7 +25,7 @@ from placement.shards import (
     vocabulary,
     weight_elements,
 )
-from placement.stages import partition
+from placement.ownership.weight_slices import Parameter
 
 quick = settings(deadline=None, max_examples=80)
 

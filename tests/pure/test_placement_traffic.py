@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
-from placement.step_shape import StepShape
-from placement.traffic import counters, rank_traffic, seat_of, traffic
+from placement.cost.step_shape import StepShape
+from placement.cost.traffic import counters, rank_traffic, seat_of, traffic
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
 
 
 def llama(**changes: object) -> ModelSpec:

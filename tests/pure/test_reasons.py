@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from placement.layout import LayoutError
+from placement.layout.layout import LayoutError
 from serve_app import deploying, serve_command
 from serve_app.reasons import first_reason, reason_of
 
@@ -29,8 +29,8 @@ WHOLE = "The deployments ['Engine'] are UNHEALTHY."
             "m.safetensors: cut (a: b)",
         ),
         ([REPLICA.format(last="LaunchError: no dots")], "no dots"),
-        ([REPLICA.format(last="placement.memory.MemoryBudgetError: too little")], "too little"),
-        ([REPLICA.format(last="placement.layout.LayoutError: two rules:\n- one\n- two")], "two rules:\n- one\n- two"),
+        ([REPLICA.format(last="placement.cost.memory.MemoryBudgetError: too little")], "too little"),
+        ([REPLICA.format(last="placement.layout.layout.LayoutError: two rules:\n- one\n- two")], "two rules:\n- one\n- two"),
         ([REPLICA.format(last="ray.exceptions.RayTaskError(ModelError): x\nModelError: y: z\n\nend of it")], "y: z"),
         ([WHOLE, REPLICA.format(last="ValueError: of no kind of ours")], "ValueError: of no kind of ours"),
         ([REPLICA.format(last="actors.engine.link.LinkTimeout: rank 1 is late")], "LinkTimeout: rank 1 is late"),

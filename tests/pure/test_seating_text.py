@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.links import Link, NodeLink
+from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.links import Link, NodeLink
 from serve_app.cli import app
 
 RUN = CliRunner()

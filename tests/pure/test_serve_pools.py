@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.roles import Role
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import LayoutError
+from placement.layout.layout import LayoutError
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 from serve_app import pools
 from serve_app.names import ENGINE, MIXED, PREFILL
 from serve_app.settings import ServeArgs, parse_args

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from placement.hardware import ClusterSpec, NodeSpec
-from placement.layout import LayoutError
-from placement.memory import MemoryBudgetError
+from placement.cost.memory import MemoryBudgetError
+from placement.layout.layout import LayoutError
+from placement.nodes.hardware import ClusterSpec, NodeSpec
 from serve_app.settings import ArgumentError, ServeArgs, parse_args, replica_settings
 
 CONFIG = {

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
-from placement import config_json
-from placement.checkpoint_header import check_tensors, read_tensors
-from placement.model_spec import ModelError, ModelSpec
-from placement.safetensors_file import AbsentWeights, read_directory
+from placement.checkpoint.header import check_tensors, read_tensors
+from placement.checkpoint.hf import config_json
+from placement.checkpoint.hf.safetensors_file import AbsentWeights, read_directory
+from placement.model.spec import ModelError, ModelSpec
 from tests.safetensors_files import as_bytes, header_of, tensors_of, write
 
 TWO = {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}

@@ -16,7 +16,7 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 
-from placement.model_spec import ModelError
+from placement.model.spec import ModelError
 from serve_app.app import build
 from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, resolve
 from serve_app.settings import ServeArgs

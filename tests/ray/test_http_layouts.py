@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from tests.ray.server import Server, serving
 from tests.tiny_models import TinyModel, tiny
 

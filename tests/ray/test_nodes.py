@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from actors.transfer.nixl_transport import is_installed
-from placement.hardware import ClusterSpec
+from placement.nodes.hardware import ClusterSpec
 from tests.ray.server import READY_S, Server, environment, finish, kill, marked, ready, run, serving, start, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny
@@ -32,7 +32,7 @@ from cluster.seats import take
 from cluster.settings import ReplicaSettings
 from cluster.waiting import SeatError
 from placement import checkpoint_header
-from placement.layout import Layout
+from placement.layout.layout import Layout
 from pathlib import Path
 
 spec = checkpoint_header.read(Path({folder!r}))

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from placement.gguf_families import ARCHITECTURES, Architecture
-from placement.gguf_file import TensorInfo
-from placement.gguf_tensors import directory, read_sound_header
-from placement.model_spec import ModelSpec
+from placement.checkpoint.gguf.families import ARCHITECTURES, Architecture
+from placement.checkpoint.gguf.gguf_file import TensorInfo
+from placement.checkpoint.gguf.tensors import directory, read_sound_header
+from placement.model.spec import ModelSpec
 
 _CHUNK_ELEMENTS = 1 << 18
 """Elements dequantised at once: 1 MiB in fp32, which stays in cache until it is written to the parameter."""

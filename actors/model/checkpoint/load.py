@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from actors.model.checkpoint.source import TensorSource
-from placement.model_spec import ModelError, ModelSpec
-from placement.pieces import Parameter, Piece
-from placement.shards import Shard, parameters
-from placement.tensor_directory import check, some
+from placement.checkpoint.directory.tensor_directory import check, some
+from placement.model.spec import ModelError, ModelSpec
+from placement.ownership.shards import Shard, parameters
+from placement.ownership.weight_slices import Parameter, Piece
 
 Progress = Callable[[int, int], None]
 """Told (bytes filled, bytes in all) of the rank's parameters."""
@@ -29,7 +29,7 @@ def load(
 ) -> None:
     """Fill the parameters of the rank that holds `own`, in place, cast to each parameter's own type; padding rows are zero.
 
-    `decoder_parameters` are the tensors to fill, by the names of `placement.shards.parameters`, on any device.
+    `decoder_parameters` are the tensors to fill, by the names of `placement.ownership.shards.parameters`, on any device.
     Raises `ModelError` where the model, the table and the checkpoint do not agree on a name or a shape.
     """
     table = list(parameters(spec, own))

@@ -7,8 +7,8 @@ from pathlib import Path
 from actors.model.checkpoint.gguf_source import GgufSource
 from actors.model.checkpoint.safetensors_source import SafetensorsSource
 from actors.model.checkpoint.source import TensorSource
-from placement.checkpoint_header import is_safetensors
-from placement.model_spec import ModelSpec
+from placement.checkpoint.header import is_safetensors
+from placement.model.spec import ModelSpec
 
 
 def open_source(path: str | Path, spec: ModelSpec) -> TensorSource:

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from placement.model_spec import ModelError
-from placement.safetensors_file import read_directory
+from placement.checkpoint.hf.safetensors_file import read_directory
+from placement.model.spec import ModelError
 
 
 class SafetensorsSource:

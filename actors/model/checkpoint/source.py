@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placement.tensor_directory import TensorDirectory
+from placement.checkpoint.directory.tensor_directory import TensorDirectory
 
 
 class TensorSource(Protocol):

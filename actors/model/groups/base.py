@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.model.group import GroupError
-from placement import wire
+from placement.cost import wire
 
 DEFAULT_TIMEOUT_S = 30.0
 """How long one operation waits for its peers unless told otherwise, in seconds."""

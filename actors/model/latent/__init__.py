@@ -1,1 +1,1 @@
-"""Multi-head latent attention (`placement.mla_spec`): its layer, and its two forms over any kernel."""
+"""Multi-head latent attention (`placement.model.mla_spec`): its layer, and its two forms over any kernel."""

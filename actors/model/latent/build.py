@@ -10,7 +10,7 @@ from actors.model.latent.backend import LatentBackend
 from actors.model.latent.heads import LatentHeads
 from actors.model.latent.layer import LatentAttention, LowRankLatentAttention
 from actors.model.layers import ColumnParallel, RMSNorm, RowParallel
-from placement.mla_spec import MLASpec
+from placement.model.mla_spec import MLASpec
 
 
 def latent_attention(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from actors.model.layers import linear, linear_by_head
-from placement.mla_spec import MLASpec
+from placement.model.mla_spec import MLASpec
 
 
 class LatentHeads(nn.Module):

@@ -28,7 +28,7 @@ from actors.model.batch import Batch
 from actors.model.kv_cache import KVCache
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
-from placement.mla_spec import MLASpec
+from placement.model.mla_spec import MLASpec
 
 PIECE_TOKENS = 1024
 """Cached tokens that are expanded at once: for 128 heads of 192, 50 million values of keys and of values."""

@@ -11,9 +11,9 @@ from actors.model.moe.block import GatedSharedExpert, MixtureOfExperts, MixtureW
 from actors.model.moe.experts import Experts, Gated, clamped_swiglu, gated_by
 from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
-from placement.model_spec import ModelSpec
-from placement.moe_spec import MoESpec
-from placement.shards import Shard
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
 
 
 def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:

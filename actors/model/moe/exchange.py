@@ -18,7 +18,7 @@ its experts for the others all the same, with no token of its own. In mode ``gat
 ranks of the copy, which route them alike and run what is theirs, and a reduce_scatter adds up the results where the tokens
 came from. In mode ``sum`` the tp group is the copy: everything is on every rank, so only results are added up.
 
-Which mode a step takes is said in `placement.expert_modes`. The shared expert is split over tp, and stays out of it.
+Which mode a step takes is said in `placement.cost.expert_modes`. The shared expert is split over tp, and stays out of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Complete = Callable[[Tensor], Tensor]
 
 
 class Mixture(Protocol):
-    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy (`placement.experts`)."""
+    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy (`placement.experts.expert_map`)."""
 
     tally: Tally
 

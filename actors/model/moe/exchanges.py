@@ -10,12 +10,14 @@ import torch
 from actors.model.group import Group
 from actors.model.moe.exchange import AllToAllWay, Exchange, GatherWay, NoWay, SumExchange, TravellingExchange, Way
 from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
-from placement import expert_modes, expert_tokens, mesh
-from placement.expert_modes import Mode
-from placement.expert_tokens import Lanes
-from placement.experts import map_of
-from placement.layout import Layout
-from placement.model_spec import ModelSpec
+from placement.cost import expert_modes
+from placement.cost.expert_modes import Mode
+from placement.experts.expert_map import map_of
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership import expert_tokens
+from placement.ownership.expert_tokens import Lanes
 
 
 class Exchanges(Protocol):
@@ -33,7 +35,7 @@ class OnlySums:
 
 
 class ExchangesByRule:
-    """By the rule of `placement.expert_modes`, which every rank finds in the plan."""
+    """By the rule of `placement.cost.expert_modes`, which every rank finds in the plan."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class ExchangesByRule:
 def exchanges(
     spec: ModelSpec, layout: Layout, world_rank: int, groups: Mapping[str, Group], element_bytes: int, device: torch.device
 ) -> Exchanges:
-    """Those of one rank; `groups` along the axes of `placement.mesh.talking_axes`."""
+    """Those of one rank; `groups` along the axes of `placement.layout.mesh.talking_axes`."""
     if spec.moe is None:
         return OnlySums()
     return ExchangesByRule(spec, layout, world_rank, groups, element_bytes, device)

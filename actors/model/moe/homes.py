@@ -1,4 +1,4 @@
-"""Which slot runs each expert of each token in one layer, and which of the slots are here (`placement.experts`).
+"""Which slot runs each expert of each token in one layer, and which of the slots are here (`placement.experts.expert_map`).
 
 Ten experts and two redundant ones in three slots on each of four ranks; this is rank 3::
 

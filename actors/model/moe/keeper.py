@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.messages import ExpertMove, ExpertReport, LayerReport
 from actors.model.group import Group
 from actors.model.moe.block import MixtureOfExperts
-from placement.experts import ExpertMap
+from placement.experts.expert_map import ExpertMap
 
 
 class ExpertKeeper:

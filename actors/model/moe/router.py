@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.model.layers import linear
-from placement.moe_spec import MoESpec
+from placement.model.moe_spec import MoESpec
 
 _TINY = 1e-20
 """Added to what weights are divided by, as in the published models. In fp32 it changes no sum but one of nothing."""

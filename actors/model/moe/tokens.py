@@ -1,6 +1,6 @@
 """The tokens that a rank hands to the experts as its own, and how their results come back to where they are needed.
 
-Which tokens these are is said in `placement.expert_tokens`.
+Which tokens these are is said in `placement.ownership.expert_tokens`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actors.model.group import Group
 from actors.model.regions import Region
-from placement import expert_tokens
-from placement.dealing import deal
+from placement.layout.partition import deal
+from placement.ownership import expert_tokens
 
 
 class OwnTokens(Protocol):

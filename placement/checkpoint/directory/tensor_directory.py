@@ -1,0 +1,102 @@
+"""The tensor directory of a checkpoint: which tensors it has, where, and in which shapes. Headers only, no weight is read.
+
+    safetensors headers ── placement.checkpoint.hf.safetensors_file ─┐
+                                                       ├──→ TensorDirectory ──→ check: all there, in the right shapes,
+    GGUF header ────────── placement.checkpoint.gguf.tensors ─────┘                        and nothing else
+
+The ranks check it before they load, and the commands before they start any rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.model.spec import ModelError, ModelSpec
+from placement.ownership.shards import Shard, parameters, whole_model
+
+_AUXILIARY = re.compile(
+    r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints saved it all the same
+    r"|rope_(freqs|factors_long|factors_short)\.weight"  # GGUF: rope scaling, read by `placement.checkpoint.gguf.rope`
+    r"|blk\.\d+\.attn_rot_embd\.weight"  # GGUF: old converters' copy of inv_freq
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor. `shape` is as in Hugging Face: ``[outputs, inputs]`` of a matrix."""
+
+    file: Path
+    stored_name: str
+    """Its name in the file."""
+    shape: tuple[int, ...]
+    unreadable: str | None = None
+    """What keeps its values from being read as floats, if anything, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class TensorDirectory:
+    """Every tensor of the checkpoint at `location` (a file or folder).
+
+    By the Hugging Face names that `placement.ownership.shards` uses. Tensors that have no such name keep their own.
+    """
+
+    location: Path
+    tensors: Mapping[str, TensorEntry]
+
+
+def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
+    """The checkpoint has what the rank that holds `own` needs, in the right shapes, and nothing that no rank needs.
+
+    Raises `ModelError`, which names the file and the tensor at fault.
+    """
+    names = directory.tensors.keys()
+    used = {piece.source for parameter in parameters(spec, whole_model(spec)) for piece in parameter.pieces}
+    unexpected = {name for name in names - used if not _ignorable(name, spec)}
+    if unexpected:
+        raise ModelError(
+            f"{directory.location}: {len(unexpected)} tensors that a {spec.family} model with these settings has no place "
+            f"for: {some(unexpected)}"
+        )
+    needed = {piece.source: piece.source_shape for parameter in parameters(spec, own) for piece in parameter.pieces}
+    missing = needed.keys() - names
+    if missing:
+        raise ModelError(f"{directory.location}: {len(missing)} tensors of {_part(own)} are missing: {some(missing)}")
+    for name, shape in needed.items():
+        _check_entry(name, directory.tensors[name], shape)
+
+
+def _check_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    if entry.unreadable is not None:
+        raise ModelError(f"{entry.file}: tensor {entry.stored_name} {entry.unreadable}")
+    if entry.shape != shape:
+        where = str(entry.file) if entry.stored_name == name else f"{entry.file}: {entry.stored_name}"
+        raise ModelError(
+            f"{where}: tensor {name} has shape {list(entry.shape)}, but the model's settings make it {list(shape)}"
+        )
+
+
+def _ignorable(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor may be left unread: it repeats what the spec says, is a second copy of a tied embedding, or is of a
+    layer that guesses further tokens."""
+    if _AUXILIARY.fullmatch(name) is not None or (spec.tie_embeddings and name == "lm_head.weight"):
+        return True
+    if spec.mtp_layers and name.startswith("model.mtp."):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.mtp_layers
+
+
+def _part(own: Shard) -> str:
+    """The part of the model a rank holds, in words."""
+    stage = {(True, True): "the only stage", (True, False): "the first stage", (False, True): "the last stage"}
+    return f"layers {own.layers.start}-{own.layers.stop - 1} ({stage.get((own.first_stage, own.last_stage), 'a middle stage')})"
+
+
+def some(names: Collection[str]) -> str:
+    """The first few of some names, in order."""
+    shown = ", ".join(sorted(names)[:3]) or "none"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,56 @@
+"""Reads what a model is, and which tensors it has, from its checkpoint's own headers. No weight is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from placement.checkpoint.directory.tensor_directory import TensorDirectory, check
+from placement.checkpoint.gguf import gguf_header
+from placement.checkpoint.gguf import tensors as gguf_tensors
+from placement.checkpoint.hf import config_json, safetensors_file
+from placement.model.spec import ModelError, ModelSpec
+from placement.ownership.shards import whole_model
+
+
+def read(path: str | Path) -> ModelSpec:
+    """The model in a Hugging Face folder (with a ``config.json``) or in a GGUF file.
+
+    Raises `ModelError`, which names the file and the field at fault.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return config_json.read(path)
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}: expected a Hugging Face folder with a config.json, or a GGUF file")
+    if not gguf_header.is_gguf(path):
+        raise ModelError(f"{path} is neither a folder nor a GGUF file (a GGUF file starts with the letters GGUF)")
+    return gguf_header.read(path)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the weights at `path` are safetensors; else they are GGUF. Raises `ModelError` where they are neither."""
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder")
+    if path.is_dir() or path.suffix == ".safetensors":
+        return True
+    if path.suffix == ".gguf" or gguf_header.is_gguf(path):
+        return False
+    raise ModelError(f"{path}: not a checkpoint; give a folder with .safetensors files, a .safetensors file or a .gguf file")
+
+
+def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
+    """The tensors of a Hugging Face folder, a ``.safetensors`` file or a GGUF file, whose data is all there.
+
+    Raises `ModelError`, which names the file at fault.
+    """
+    if is_safetensors(path):
+        return safetensors_file.read_directory(path)
+    return gguf_tensors.directory(path, gguf_tensors.read_sound_header(path), spec)
+
+
+def check_tensors(path: Path, spec: ModelSpec) -> None:
+    """The checkpoint at `path` is whole, and its tensors are those of `spec`: what every rank asks of it together.
+
+    Raises `ModelError`, which names the file and the tensor at fault.
+    """
+    check(read_tensors(path, spec), spec, whole_model(spec))

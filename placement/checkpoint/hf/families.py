@@ -1,0 +1,224 @@
+"""What each architecture assumes where config.json is silent, and what its checkpoints look like.
+
+The defaults are those of the architecture's config class in transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``. Fields that `ModelSpec` has too mean the same there."""
+
+    max_position: int
+    num_kv_heads: int | None
+    """None: as many as query heads."""
+    head_dim: int | None = None
+    """None: ``hidden_size / num_attention_heads``."""
+    attention_bias: bool = False
+    """Default of `bias_field`."""
+    bias_field: str = "attention_bias"
+    qkv_bias: bool | None = None
+    """None: as `bias_field` says."""
+    o_bias: bool | None = False
+    mlp_bias: bool | None = False
+    """None: as ``mlp_bias`` says."""
+    qk_norm: str = "none"
+    """``optional``: per head where ``use_qk_norm`` says so."""
+    moe: str | None = None
+    """How the family writes its experts: see `placement.checkpoint.hf.moe`."""
+    sinks: str = "none"
+    hybrid: bool = False
+    """Layers with a window may have KV heads of their own, and values a size of their own: see `placement.checkpoint.hf.heads`."""
+    mtp_layers: int = 0
+    """Default of ``num_nextn_predict_layers``."""
+    mla: bool = False
+    """Latent attention: see `placement.checkpoint.hf.mla`."""
+    norm_eps: float = 1e-6
+    norms: str = "pre"
+    gemma: bool = False
+    """Norm weights around 0, embeddings times ``sqrt(hidden_size)``, a scale of the scores and caps in the file."""
+    caps: tuple[float | None, float | None] = (None, None)
+    """Default caps of attention scores and logits."""
+    activation: str = "silu"
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    tied: bool = False
+    windows: str = "none"
+    """Which layers have a window: see `placement.checkpoint.hf.windows`."""
+    window: int | None = None
+    """Default of ``sliding_window``."""
+    window_pattern: int = 1
+    """Every layer whose number this divides, counted from 1, sees everything."""
+    theta: float = 10000.0
+    rope: tuple[tuple[str, Any], ...] = ()
+    """``rope_parameters`` where the file has none."""
+    local_theta: float | None = None
+    """Rope base of the layers with a window, where it is another."""
+    partial_rotary_factor: float | None = None
+    """Default of the field of that name; None: heads are turned whole."""
+    interleaved: bool | None = False
+    """None: as ``rope_interleave`` says."""
+    original_max_position: int | None = None
+    """Default of ``original_max_position_embeddings``; None: as ``max_position_embeddings``."""
+    rope_aliases: tuple[str, ...] = ()
+    """Names of ``longrope`` in old files."""
+    no_rope_interval: int | None = None
+    """Default of ``no_rope_layer_interval``; None: all layers have rope."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+_GLM = {
+    "max_position": 131072,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "norm_eps": 1.5625e-7,
+    "fused_gate_up": True,
+    "partial_rotary_factor": 0.5,
+    "interleaved": True,
+    "eos_token_ids": (151329, 151336, 151338),
+}
+
+FAMILIES = {
+    "llama": Family(2048, None, o_bias=None, mlp_bias=None, bos_token_id=1, eos_token_ids=(2,)),
+    "mistral": Family(131072, 8, qkv_bias=False, windows="all", window=4096, bos_token_id=1, eos_token_ids=(2,)),
+    "qwen2": Family(32768, 32, qkv_bias=True, windows="qwen", window=4096),
+    "qwen3": Family(32768, 32, head_dim=128, o_bias=None, qk_norm="head", windows="qwen", window=4096),
+    "mixtral": Family(
+        131072, 8, qkv_bias=False, moe="mixtral", norm_eps=1e-5, windows="all", theta=1e6, bos_token_id=1, eos_token_ids=(2,)
+    ),
+    "qwen2_moe": Family(32768, 16, attention_bias=True, bias_field="qkv_bias", moe="qwen2", windows="qwen2_moe", window=4096),
+    "qwen3_moe": Family(32768, 4, o_bias=None, qk_norm="head", moe="qwen3", windows="if_told", window=4096),
+    "gpt_oss": Family(
+        131072,
+        8,
+        head_dim=64,
+        attention_bias=True,
+        o_bias=None,
+        moe="gpt_oss",
+        sinks="all",
+        norm_eps=1e-5,
+        windows="alternating",
+        window=128,
+        theta=150000.0,
+        rope=(("rope_type", "yarn"), ("factor", 32.0), ("truncate", False), ("original_max_position_embeddings", 4096)),
+    ),
+    "glm4_moe": Family(
+        131072,
+        8,
+        moe="glm4",
+        qk_norm="optional",
+        norm_eps=1e-5,
+        mtp_layers=1,
+        partial_rotary_factor=0.5,
+    ),
+    "mimo_v2_flash": Family(
+        131072,
+        4,
+        head_dim=192,
+        moe="mimo",
+        hybrid=True,
+        mtp_layers=3,
+        norm_eps=1e-5,
+        windows="hybrid",
+        window=129,
+        theta=5e6,
+        local_theta=1e4,
+        partial_rotary_factor=0.334,
+        bos_token_id=1,
+    ),
+    "deepseek_v2": Family(
+        2048,
+        None,
+        o_bias=None,
+        mlp_bias=None,
+        moe="deepseek_v2",
+        mla=True,
+        interleaved=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    ),
+    "deepseek_v3": Family(
+        4096,
+        None,
+        o_bias=None,
+        moe="deepseek_v3",
+        mla=True,
+        mtp_layers=1,
+        interleaved=None,
+        bos_token_id=0,
+        eos_token_ids=(1,),
+    ),
+    "smollm3": Family(
+        32768,
+        4,
+        o_bias=None,
+        mlp_bias=None,
+        tied=True,
+        windows="smollm3",
+        theta=2e6,
+        no_rope_interval=4,
+        bos_token_id=128000,
+        eos_token_ids=(128001,),
+    ),
+    "olmo2": Family(2048, None, o_bias=None, qk_norm="width", norm_eps=1e-5, norms="post", eos_token_ids=(50279,)),
+    "phi3": Family(
+        4096,
+        None,
+        qkv_bias=False,
+        norm_eps=1e-5,
+        fused_qkv=True,
+        fused_gate_up=True,
+        windows="all",
+        partial_rotary_factor=1.0,
+        original_max_position=4096,
+        rope_aliases=("su", "yarn"),
+        bos_token_id=1,
+        eos_token_ids=(32000,),
+    ),
+    "glm": Family(**_GLM),  # type: ignore[arg-type]
+    "glm4": Family(**_GLM, norms="sandwich_glm"),  # type: ignore[arg-type]
+    "gemma2": Family(
+        8192,
+        4,
+        head_dim=256,
+        o_bias=None,
+        norms="sandwich",
+        gemma=True,
+        caps=(50.0, 30.0),
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        windows="pattern",
+        window=4096,
+        window_pattern=2,
+        bos_token_id=2,
+        eos_token_ids=(1,),
+    ),
+    "gemma3_text": Family(
+        131072,
+        4,
+        head_dim=256,
+        o_bias=None,
+        qk_norm="head",
+        norms="sandwich",
+        gemma=True,
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        windows="pattern",
+        window=4096,
+        window_pattern=6,
+        theta=1e6,
+        local_theta=1e4,
+        bos_token_id=2,
+        eos_token_ids=(1,),
+    ),
+}
+"""By ``model_type``."""
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names of activations in config.json, and in `ModelSpec`."""

@@ -1,0 +1,51 @@
+"""Heads that differ between layers, or between keys and values, from ``config.json``: what MiMo-V2 has fields for.
+
+Published files describe the layers with a window by ``swa_`` fields beside the usual ones; files that transformers wrote leave
+them out, and such a layer then has twice the KV heads. Query heads and sizes of heads are the same in all layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placement.checkpoint.directory.header_fields import Fields
+from placement.checkpoint.hf.families import Family
+
+_SAME = ("num_attention_heads", "head_dim", "v_head_dim")
+_SINKS = {(False, False): "none", (False, True): "windows", (True, True): "all"}
+"""By (layers that see everything have sinks, layers with a window do)."""
+
+
+def read_heads(
+    config: Fields, family: Family, head_dim: int, num_kv_heads: int, windows: tuple[int | None, ...]
+) -> dict[str, Any]:
+    """Fields of `ModelSpec`; none for a family whose heads are all alike."""
+    if not family.hybrid:
+        return {"num_kv_heads": num_kv_heads, "sinks": family.sinks}
+    for name in _SAME:
+        usual, own = config.whole(name, None), config.whole(f"swa_{name}", None)
+        if None not in (usual, own) and usual != own:
+            raise config.fault(f"swa_{name}", f"only {name}={usual}, the same in all layers, is supported")
+    value_dim = config.whole("v_head_dim", 128)
+    return {
+        **_kv_heads(config, num_kv_heads, windows),
+        "value_dim": None if value_dim == head_dim else value_dim,
+        "value_scale": config.number("attention_value_scale", 1.0 if "attention_value_scale" in config.values else 0.707),
+        "sinks": _sinks(config),
+        "sinks_name": "attention_sink_bias",
+    }
+
+
+def _kv_heads(config: Fields, num_kv_heads: int, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Of layers with and without a window; where all layers are of one sort, its own."""
+    own = config.whole("swa_num_key_value_heads", 2 * num_kv_heads)
+    if own == num_kv_heads or not any(windows):
+        return {"num_kv_heads": num_kv_heads}
+    return {"num_kv_heads": num_kv_heads, "window_kv_heads": own} if None in windows else {"num_kv_heads": own}
+
+
+def _sinks(config: Fields) -> str:
+    full, window = (config.flag(f"add_{layers}_attention_sink_bias", layers == "swa") for layers in ("full", "swa"))
+    if (full, window) not in _SINKS:
+        raise config.fault("add_swa_attention_sink_bias", "sinks in none but the layers that see everything are not supported")
+    return _SINKS[full, window]

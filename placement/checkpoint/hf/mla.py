@@ -1,0 +1,39 @@
+"""Latent attention from ``config.json``: the fields that DeepSeek-V2 and DeepSeek-V3 have for it."""
+
+from __future__ import annotations
+
+import math
+
+from placement.checkpoint.directory.header_fields import Fields, made
+from placement.checkpoint.hf.families import Family
+from placement.model.mla_spec import MLASpec
+from placement.model.spec import RopeSpec
+
+_NAMES = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+
+
+def read_mla(config: Fields, family: Family, num_heads: int) -> MLASpec | None:
+    """The sizes of latent attention; None for a family that has none. A ``head_dim`` in the file means nothing then."""
+    if not family.mla:
+        return None
+    if config.whole("num_key_value_heads", num_heads) != num_heads:
+        raise config.fault("num_key_value_heads", f"latent attention makes a key for each of the {num_heads} query heads")
+    return made(
+        MLASpec,
+        config.file,
+        _NAMES,
+        q_lora_rank=config.whole("q_lora_rank", None if "q_lora_rank" in config.values else 1536),
+        kv_lora_rank=config.whole("kv_lora_rank", 512),
+        nope_dim=config.whole("qk_nope_head_dim", 128),
+        rope_dim=config.whole("qk_rope_head_dim", 64),
+        value_dim=config.whole("v_head_dim", 128),
+    )
+
+
+def scores_scale(mla: MLASpec, rope: RopeSpec) -> float:
+    """What scores are multiplied by: ``query_dim ** -0.5``, times the square of yarn's mscale over all dimensions.
+
+    The same in the absorbed form, though its queries are longer.
+    """
+    mscale = 1 + 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) if rope.factor > 1 else 1.0
+    return float(mla.query_dim**-0.5 * mscale**2)

@@ -1,0 +1,171 @@
+"""The tensor directory of safetensors files: one ``model.safetensors``, or several named by ``model.safetensors.index.json``.
+
+    length u64 | header: {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...} | data
+
+The library `safetensors` reads the same header, but says of a cut file only that something in it is not right.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from placement.checkpoint.directory.tensor_directory import TensorDirectory, TensorEntry
+from placement.model.spec import ModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MOST_HEADER = 100_000_000
+"""Bytes. The format's own limit."""
+
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+_READABLE = ("BF16", "F16", "F32", "F64")
+
+Whole = Annotated[int, Field(ge=0, strict=True)]
+
+
+class AbsentWeights(ModelError):
+    """No weights are there, or not all of the files that hold them."""
+
+
+class _Stored(BaseModel):
+    """One entry of a header."""
+
+    model_config = ConfigDict(frozen=True)
+
+    dtype: str
+    shape: tuple[Whole, ...]
+    data_offsets: tuple[Whole, Whole]
+
+
+_HEADER = TypeAdapter(dict[str, _Stored])
+_METADATA = TypeAdapter(dict[str, str] | None)
+
+
+def read_directory(path: Path) -> TensorDirectory:
+    """The tensors of a Hugging Face folder or of one file. Raises `ModelError`, which names the file at fault."""
+    tensors: dict[str, TensorEntry] = {}
+    for file in _files(path):
+        for entry in _read_file(file):
+            name = entry.stored_name
+            if name in tensors:
+                raise ModelError(f"tensor {name} is in two files: {tensors[name].file} and {file}")
+            tensors[name] = entry
+    return TensorDirectory(path, tensors)
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint; as in transformers, a single file goes before an index."""
+    if path.is_file():
+        return [path]
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if (path / _INDEX).is_file():
+        return _indexed(path / _INDEX)
+    raise AbsentWeights(f"{path}: no weights; looked for {_SINGLE} and {_INDEX} (pickled .bin files are not read)")
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files an index names, each once. Raises `ModelError` if the index is unreadable or a file is not there."""
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        raise ModelError(f'{index}: unreadable; expected {{"weight_map": {{tensor: file}}}} ({error!r})') from error
+    strange = [name for name in named if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        raise ModelError(f"{index}: weight_map names {strange[0]!r}, which is not a file beside the index")
+    absent = sorted(name for name in named if not (index.parent / name).is_file())
+    if absent:
+        raise AbsentWeights(f"{index}: {len(absent)} of {len(named)} files it names are not there: {', '.join(absent[:3])}")
+    return [index.parent / name for name in sorted(named)]
+
+
+def _read_file(file: Path) -> list[TensorEntry]:
+    """The tensors of one file, whose data is all there."""
+    try:
+        stored, data_bytes = _read_header(file)
+        _check_data(stored, data_bytes)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file}: damaged or incomplete safetensors file ({error})") from error
+    return [TensorEntry(file, name, each.shape, _unreadable(each.dtype)) for name, each in stored.items()]
+
+
+def _unreadable(dtype: str) -> str | None:
+    readable = f"which cannot be read; readable types are {', '.join(_READABLE)}"
+    return None if dtype in _READABLE else f"has type {dtype}, {readable}"
+
+
+def _read_header(file: Path) -> tuple[dict[str, _Stored], int]:
+    """Entries of the header, and the bytes that follow it. Raises `ValueError` or `OSError`."""
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        length, rest = int.from_bytes(stream.read(_LENGTH_BYTES), "little"), size - _LENGTH_BYTES
+        if rest < 0:
+            raise ValueError(f"it has {size} bytes, fewer than the {_LENGTH_BYTES} that say how long its header is")
+        if length > rest:
+            raise ValueError(f"its header is said to be {length} bytes long, but {rest} follow")
+        if length > _MOST_HEADER:
+            raise ValueError(f"its header is said to be {length} bytes long, and may be {_MOST_HEADER} at most")
+        return _parse(stream.read(length)), rest - length
+
+
+def _parse(header: bytes) -> dict[str, _Stored]:
+    try:
+        table = json.loads(header.decode("utf-8"), object_pairs_hook=_once)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError("its header is not a table of tensors")
+    try:
+        _METADATA.validate_python(table.pop("__metadata__", None))
+        return _HEADER.validate_python(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"in its header, {' '.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of pairs with different names."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is twice in its header")
+    return table
+
+
+def _check_data(stored: dict[str, _Stored], data_bytes: int) -> None:
+    """Each tensor's data is as long as its shape and type say, begins where the one before ends, and all ends with the file.
+
+    Raises `ValueError`.
+    """
+    expected = 0
+    for name, each in sorted(stored.items(), key=lambda item: item[1].data_offsets):
+        begin, end = each.data_offsets
+        if each.dtype not in _BITS:
+            raise ValueError(f"tensor {name} has the unknown type {each.dtype!r}")
+        if begin != expected:
+            raise ValueError(
+                f"the data of tensor {name} is said to begin at {begin}, but the tensors before it end at {expected}"
+            )
+        if (end - begin) * 8 != prod(each.shape) * _BITS[each.dtype]:
+            raise ValueError(
+                f"tensor {name} is said to have {end - begin} bytes, which is not {each.dtype} of shape {list(each.shape)}"
+            )
+        expected = end
+    if expected > data_bytes:
+        raise ValueError(f"it ends {expected - data_bytes} bytes too early")
+    if expected < data_bytes:
+        raise ValueError(f"{data_bytes - expected} bytes follow the last tensor's data")

@@ -1,0 +1,134 @@
+"""Which layers have a sliding window and which have no rope, from ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from placement.checkpoint.directory.header_fields import Fields
+from placement.checkpoint.hf.families import Family
+from placement.model.spec import ModelError
+
+Windows = tuple[int | None, ...]
+
+
+def read_windows(config: Fields, family: Family, num_layers: int) -> Windows:
+    """The window of each layer in tokens, None where it sees everything."""
+    window = config.whole("sliding_window", None if "sliding_window" in config.values else family.window)
+    return _RULES[family.windows](config, family, window, num_layers)
+
+
+def read_unrotated(config: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """Layers without rope. The field ``no_rope_layers`` means the reverse of its name: 1 is for a layer that has it."""
+    if family.no_rope_interval is None:
+        return ()
+    flags = config.wholes("no_rope_layers")
+    if flags is None:
+        interval = config.whole("no_rope_layer_interval", family.no_rope_interval)
+        return tuple(range(interval - 1, num_layers, interval)) if interval > 0 else ()
+    if len(flags) < num_layers:
+        raise ModelError(f"{config.file}: no_rope_layers names {len(flags)} layers, but num_hidden_layers is {num_layers}")
+    return tuple(layer for layer in range(num_layers) if not flags[layer])
+
+
+def _none(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def _all(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    return (window,) * num_layers
+
+
+def _qwen(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """Only if told to, on the layers from ``max_window_layers`` on."""
+    if not config.flag("use_sliding_window", False):
+        window = None
+    kinds = config.texts("layer_types")
+    if kinds is None:
+        first = config.whole("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _of_kinds(config, kinds, window, num_layers)
+
+
+def _qwen2_moe(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """Only if told to: on every other layer, from the first on, of those before ``max_window_layers``."""
+    if not config.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = config.texts("layer_types")
+    if kinds is not None:
+        return _of_kinds(config, kinds, window, num_layers)
+    last = config.whole("max_window_layers", 28)
+    return tuple(window if layer % 2 == 0 and layer < last else None for layer in range(num_layers))
+
+
+def _if_told(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On all layers, if told to."""
+    return (window if config.flag("use_sliding_window", False) else None,) * num_layers
+
+
+def _alternating(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On every other layer, from the first on."""
+    kinds = config.texts("layer_types") or [("sliding_attention", "full_attention")[at % 2] for at in range(num_layers)]
+    return _of_kinds(config, kinds, window, num_layers)
+
+
+def _smollm3(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """Only if told to, on the layers without rope."""
+    if not config.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    kinds = config.texts("layer_types")
+    if kinds is None:
+        unrotated = read_unrotated(config, family, num_layers)
+        return tuple(window if layer in unrotated else None for layer in range(num_layers))
+    return _of_kinds(config, kinds, window, num_layers)
+
+
+def _pattern(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On all layers but every n-th."""
+    kinds = config.texts("layer_types")
+    if kinds is not None and window is not None:
+        return _of_kinds(config, kinds, window, num_layers)
+    every = config.whole("sliding_window_pattern", family.window_pattern)
+    if every < 1:
+        raise config.fault("sliding_window_pattern", "must be at least 1")
+    return tuple(window if layer % every else None for layer in range(1, num_layers + 1))
+
+
+def _hybrid(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+    """On all layers but the first and every sixth, unless told otherwise: ``hybrid_layer_pattern`` has a 1 for each.
+
+    ``sliding_window_size`` counts the tokens before a query, ``sliding_window`` the query too; the first counts where both are
+    there.
+    """
+    size = config.whole("sliding_window_size", None)
+    pattern, kinds = config.wholes("hybrid_layer_pattern"), config.texts("layer_types")
+    if pattern is None:
+        pattern = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(num_layers)]
+    if kinds is None:
+        kinds = [("full_attention", "sliding_attention")[bool(own)] for own in pattern]
+    return _of_kinds(config, kinds, window if size is None else size + 1, num_layers)
+
+
+def _of_kinds(config: Fields, kinds: list[str], window: int | None, num_layers: int) -> Windows:
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = sorted(set(kinds) - set(known))
+    if unknown:
+        raise ModelError(f"{config.file}: layer_types names {', '.join(unknown)}; known are {', '.join(known)}")
+    if len(kinds) != num_layers:
+        raise ModelError(f"{config.file}: layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
+    if window is None and "sliding_attention" in kinds:
+        raise ModelError(f"{config.file}: layer_types has sliding_attention, but sliding_window is not set (or not used)")
+    return tuple(known[kind] for kind in kinds)
+
+
+_RULES: dict[str, Callable[[Fields, Family, int | None, int], Windows]] = {
+    "none": _none,
+    "all": _all,
+    "qwen": _qwen,
+    "qwen2_moe": _qwen2_moe,
+    "if_told": _if_told,
+    "alternating": _alternating,
+    "smollm3": _smollm3,
+    "pattern": _pattern,
+    "hybrid": _hybrid,
+}
+"""By `Family.windows`."""

@@ -1,0 +1,71 @@
+"""How evenly the ranks of a replica are loaded, and how long the stages of a pipeline wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.weight_slices import Parameter
+
+MEASURE = "weights a rank reads for each step of one token; an embedding that is only looked up is not read"
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Work of each world rank, by `MEASURE`, in weight elements.
+
+    A step takes as long as its slowest rank, so `mean_over_max` is the part of the devices' time that is used.
+    `for_shares` is the same with each rank's work divided by its share of the tp group: 1 when work follows `tp_shares`
+    exactly. Without shares it equals `mean_over_max`. Stages count alike: they work at the same time when enough
+    micro-batches are in flight (see `bubble`).
+    """
+
+    work: tuple[int, ...]
+    mean_over_max: float
+    for_shares: float
+
+
+def balance(spec: ModelSpec, layout: Layout) -> Balance:
+    """The balance of one replica."""
+    places = [coords(layout, rank) for rank in range(layout.world)]
+    work = tuple(weights_read(spec, shard(spec, layout, at)) for at in places)
+    shares = layout.tp_shares or (1.0,) * layout.tp
+    return Balance(work, _mean_over_max(work, [1.0] * layout.world), _mean_over_max(work, [shares[at.tp] for at in places]))
+
+
+def weights_read(spec: ModelSpec, own: Shard) -> int:
+    """Weight elements a rank reads for a step of one token. Padding rows are read like any other; of experts those that the
+    token is expected to choose, all being as likely."""
+    rows = {row.name: _read(spec, row) for row in parameters(spec, own)}
+    looked_up = rows.pop("embed.weight", 0)
+    is_head = own.last_stage and "head.weight" not in rows
+    return sum(rows.values()) + (looked_up if is_head else 0)
+
+
+def _read(spec: ModelSpec, row: Parameter) -> int:
+    chosen = (spec.moe.top_k, spec.moe.num_experts) if spec.moe is not None and ".experts." in row.name else (1, 1)
+    return prod(row.shape) * chosen[0] // chosen[1]
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Part of a pipeline's time that a stage idles: ``(P-1) / (M+P-1)`` (Huang et al. 2019, GPipe, section 2.3).
+
+    Four stages, five micro-batches; a stage works for 5 of 8 turns::
+
+        stage 0   0 1 2 3 4 . . .
+        stage 1   . 0 1 2 3 4 . .
+        stage 2   . . 0 1 2 3 4 .
+        stage 3   . . . 0 1 2 3 4
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def _mean_over_max(work: Sequence[int], speeds: Sequence[float]) -> float:
+    """Time of a perfect split over the time of this one, on ranks of the given speeds."""
+    slowest = max(done / speed for done, speed in zip(work, speeds, strict=True))
+    return sum(work) / sum(speeds) / slowest

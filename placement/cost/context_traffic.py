@@ -1,0 +1,153 @@
+"""What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
+
+`d` is head_dim, `e` bytes an element; an output that travels has its log-sum-exp (4 bytes) beside it. Latent attention sends
+queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim. Layers
+of unlike heads (`placement.model.attention_kind`, which has all of these dimensions) are counted kind by kind::
+
+    dcp all_gather     queries of rows with cached keys, to the group         own heads * tokens * d * e
+    cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
+    cp  send / recv    ring: keys and values of split rows, cp - 1 times      tokens of one rank * 2 * kv heads * d * e
+    cp  all_gather     allgather: the same, at once
+    cp  all_gather     queries of split rows whose queries travel             group's heads * tokens * d * e
+    cp  all_to_all     their partial outputs, back                            group's heads * all tokens * (d * e + 4)
+    dcp all_to_all     partial outputs of the gathered queries, back          group's heads * tokens * (d * e + 4)
+
+Keys and values of a split row are its new tokens, and where keys travel (`placement.ownership.context.passes_kv`) the cached ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from placement.cost.collectives import Entry, all_gather, all_to_all, recv, send
+from placement.cost.step_shape import RowShape, StepShape
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import ModelSpec
+from placement.ownership.context import Ownership, is_split, passes_kv, spans
+from placement.ownership.context_heads import group_heads, weights
+from placement.ownership.shards import Shard
+
+_LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The rows of a step by how their keys and queries meet, as one rank sees them."""
+
+    spec: ModelSpec
+    layout: Layout
+    at: Coords
+    own: Shard
+    step: StepShape
+    index: int
+    """Of the kind of attention in question."""
+
+    @property
+    def kind(self) -> AttentionKind:
+        return self.spec.kinds[self.index]
+
+    @property
+    def layers(self) -> int:
+        """Layers of this kind on the rank."""
+        return sum(self.spec.kind_of(layer) == self.index for layer in self.own.layers)
+
+    @property
+    def whole(self) -> list[RowShape]:
+        """Rows that every cp rank runs, and that have keys with an owner."""
+        return [row for row in self.step.rows if not self._is_split(row) and (row.context or row.tokens == 1)]
+
+    @property
+    def split(self) -> list[RowShape]:
+        """Rows dealt over the cp ranks."""
+        return [row for row in self.step.rows if self._is_split(row)]
+
+    @property
+    def passing_keys(self) -> list[RowShape]:
+        """Split rows whose cached keys travel."""
+        return [row for row in self.split if row.context and self._keys_travel(row)]
+
+    @property
+    def passing_queries(self) -> list[RowShape]:
+        """Split rows whose queries travel to the cached keys."""
+        return [row for row in self.split if row.context and not self._keys_travel(row)]
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads of the rank's dcp group."""
+        return sum(map(len, group_heads(self.kind, self.layout, self.at.tp)))
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one head of one query."""
+        return self.kind.key_dim * self.step.element_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one head's partial output for one query."""
+        return self.kind.part_dim * self.step.element_bytes + _LSE_BYTES
+
+    def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
+        """Tokens of `rows` that this cp rank runs, or the given one."""
+        rank = self.at.cp if cp_rank is None else cp_rank
+        return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
+
+    def visiting_bytes(self, cp_rank: int) -> int:
+        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that travel."""
+        owner = cp_rank * self.layout.dcp + self.at.tp % self.layout.dcp
+        mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
+        tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
+        return tokens * len(self.own.heads[self.index][1]) * self.kind.kept_dim * self.step.element_bytes
+
+    def _is_split(self, row: RowShape) -> bool:
+        return is_split(row.tokens, self.layout.cp)
+
+    def _keys_travel(self, row: RowShape) -> bool:
+        return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.at.tp), self.layout.cp)
+
+
+def context(spec: ModelSpec, layout: Layout, at: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:
+    """Every collective of attention in one step on one rank, kind by kind, and of each in order."""
+    if layout.kv_owners == 1:
+        return
+    for index, kind in enumerate(spec.kinds):
+        yield from (
+            replace(entry, where=f"{kind.label}{entry.where}") for entry in _of_kind(_Step(spec, layout, at, own, step, index))
+        )
+
+
+def _of_kind(rows: _Step) -> Iterator[Entry]:
+    """Those of the layers of one kind."""
+    layout, calls = rows.layout, rows.layers
+    shared = rows.run(rows.whole) + rows.run(rows.passing_keys) + rows.run(rows.passing_queries)
+    own_heads, group_heads = len(rows.own.heads[rows.index][0]), rows.group_heads
+    if shared:
+        yield all_gather("attention: queries", "dcp", layout.dcp, own_heads * shared * rows.query_bytes, calls)
+    if rows.whole:
+        yield all_gather("attention: parts", "cp", layout.cp, group_heads * rows.run(rows.whole) * rows.part_bytes, calls)
+    if rows.split:
+        yield from _visits(rows, calls)
+    if rows.passing_queries:
+        mine = rows.run(rows.passing_queries) * group_heads
+        everybody = group_heads * sum(rows.run(rows.passing_queries, rank) for rank in range(layout.cp))
+        yield all_gather("attention: travelling queries", "cp", layout.cp, mine * rows.query_bytes, calls)
+        sent = everybody * rows.part_bytes
+        yield all_to_all("attention: their parts", "cp", layout.cp, sent, mine * rows.part_bytes, calls)
+    if shared:
+        sent = group_heads * shared * rows.part_bytes
+        kept = own_heads * shared * rows.part_bytes
+        yield all_to_all("attention: parts of queries", "dcp", layout.dcp, sent, kept, calls)
+
+
+def _visits(rows: _Step, calls: int) -> Iterator[Entry]:
+    """Keys and values of split rows, by `cp_style`."""
+    cp, here = rows.layout.cp, rows.at.cp
+    where = "attention: keys and values"
+    if rows.layout.cp_style == "allgather":
+        yield all_gather(where, "cp", cp, rows.visiting_bytes(here), calls)
+        return
+    for turn in range(cp - 1):
+        yield send(where, "cp", cp, rows.visiting_bytes((here - turn) % cp), calls)
+        yield recv(where, "cp", cp, rows.visiting_bytes((here - turn - 1) % cp), calls)

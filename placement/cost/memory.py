@@ -1,0 +1,139 @@
+"""What each rank holds in memory: weights, and the KV cache that fits beside them.
+
+All ranks use one block table, so all have the same number of blocks: the smallest number that fits on any of them.
+
+    budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
+
+With context parallelism a sequence's blocks are dealt over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A token
+still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
+
+    cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
+
+Lanes (attn_dp) are further rows of such ranks: each has the blocks of its own requests, as many as its ranks have room for.
+
+The budget is what is left for these two: the caller has taken activations and the run-time's own memory off it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from placement.layout.layout import Layout, LayoutError
+from placement.layout.mesh import coords
+from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
+from placement.nodes.hardware import ClusterSpec
+from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.weight_slices import Parameter
+
+BLOCK_TOKENS = 16
+"""Tokens of one KV block."""
+
+
+class MemoryBudgetError(LayoutError):
+    """A model whose weights, or whose KV cache for one sequence, do not fit into the memory of a rank."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a replica needs. A window does not shrink `kv_bytes_per_token`: every layer keeps every block.
+
+    `kv_bytes_per_token` is of a token whose KV this rank holds: one in `kv_owners` of a long sequence.
+    """
+
+    world_rank: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_owners: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers of the rank together."""
+        return BLOCK_TOKENS * self.kv_bytes_per_token
+
+    def tokens_in(self, kv_bytes: int) -> int:
+        """Tokens of one sequence that fit when this rank and the other owners each have `kv_bytes` for their share."""
+        return kv_bytes // self.block_bytes * self.kv_owners * BLOCK_TOKENS
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of a sequence of `tokens` tokens that this rank holds at most."""
+        return -(-tokens // (BLOCK_TOKENS * self.kv_owners))
+
+    def blocks_in(self, budget_bytes: int) -> int:
+        """KV blocks that fit beside the weights; negative if not even the weights fit."""
+        return (budget_bytes - self.weight_bytes) // self.block_bytes
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Parameters of the whole model: tied embeddings once, padding not at all."""
+    single = Layout()
+    pieces = (piece for parameter in parameters(spec, shard(spec, single, coords(single, 0))) for piece in parameter.pieces)
+    return sum(prod(piece.shape) for piece in pieces)
+
+
+def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
+    """Bytes of a rank's weights, padding rows included. `dtype`: what they are kept in, the model's own unless given."""
+    return sum(parameter_bytes(parameter, dtype or spec.dtype) for parameter in parameters(spec, own))
+
+
+def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
+    """Bytes of a parameter of a rank whose weights are kept in `dtype`."""
+    return prod(parameter.shape) * DTYPE_BYTES["float32" if parameter.fp32 else dtype]
+
+
+def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
+    """Bytes of K and V (or of its latent) one token takes on a rank that holds it, all its layers together.
+
+    KV heads held by several ranks count on each, unless those ranks deal positions out among themselves (dcp).
+    """
+    kept = [len(kv_heads) * kind.kept_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
+    return sum(kept[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
+
+
+def rank_memories(
+    spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
+) -> list[RankMemory]:
+    """The needs of every rank of one replica, by world rank. `kv_dtype` is `dtype` unless given."""
+    owns = (shard(spec, layout, coords(layout, rank)) for rank in range(layout.world))
+    return [
+        RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
+        for rank, own in enumerate(owns)
+    ]
+
+
+def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], max_length: int) -> int:
+    """KV blocks every rank has room for.
+
+    `budget_bytes` is that of every rank, or one per rank. Raises `MemoryBudgetError` unless one sequence of
+    `max_length` tokens fits: with less, a request of legal length could never finish.
+    """
+    budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
+    needed = ranks[0].blocks_of(max_length)
+    room = [(rank.blocks_in(budget), rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
+    blocks, tightest, budget = min(room, key=lambda entry: entry[0])
+    if blocks < needed:
+        raise MemoryBudgetError(_shortage(tightest, budget, blocks, needed, max_length))
+    return blocks
+
+
+def slot_bytes(cluster: ClusterSpec) -> int | None:
+    """Memory a rank can count on wherever it is placed: the smallest share of a slot of any node. None: not known."""
+    known = [node.memory_bytes // node.slots for node in cluster.nodes if node.slots and node.memory_bytes is not None]
+    return min(known, default=None)
+
+
+def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_length: int) -> str:
+    least = rank.weight_bytes + needed * rank.block_bytes
+    remedies = [f"give it {least:,} bytes", "split the model over more ranks (a larger tp or pp)"]
+    if blocks > 0:
+        remedies.insert(0, f"allow sequences of at most {blocks * BLOCK_TOKENS * rank.kv_owners:,} tokens")
+    return (
+        f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache: its weights take {rank.weight_bytes:,}, "
+        f"and {_share(rank)} of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of which "
+        f"{max(blocks, 0):,} fit. Remedies: {'; '.join(remedies)}"
+    )
+
+
+def _share(rank: RankMemory) -> str:
+    return "one sequence" if rank.kv_owners == 1 else f"its share (1 of {rank.kv_owners}) of one sequence"

@@ -1,0 +1,275 @@
+"""What one step puts on the wire: every collective of every rank, counted before anything runs.
+
+The counters of a group (`calls`, `sent_bytes`) after a real step equal this exactly; a test holds it for every layout it
+runs. One small function per region of the forward pass says what that region does, in the order of the pass::
+
+    first stage                    every layer                                  last stage
+    [embed] all_reduce tp    [attention] all_reduce tp  [mlp] all_reduce tp     [sampling] all_gather tp
+                                                                                [token feedback] send pp to every stage
+                                                   │ send pp / recv pp
+                                                   └─[stage boundary]→ next stage: all_gather tp
+
+Layers whose tokens travel to experts say something else than a dense one there (`placement.cost.expert_traffic`).
+
+Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
+next layer that needs all tokens, and what arrives from the stage before needs none.
+
+A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
+on the way to experts, and in a head that is dealt over them: every group of a dense layer lies inside one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from placement.cost.collectives import Entry, all_gather, all_reduce, recv, reduce_scatter, send
+from placement.cost.context_traffic import context
+from placement.cost.expert_traffic import Routed, Travels, from_experts, to_experts
+from placement.cost.sampling_traffic import sampling
+from placement.cost.step_shape import StepShape
+from placement.layout import sequence_parallel
+from placement.layout.layout import Layout
+from placement.layout.lm_head import is_over_stage
+from placement.layout.mesh import HEAD_AXIS, Coords, coords
+from placement.layout.partition import deal
+from placement.model.spec import DTYPE_BYTES, ModelSpec
+from placement.ownership.context import spans
+from placement.ownership.shards import Shard, head_vocabulary, shard
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank in one step, of which `whole` has the rows of all lanes: all a region needs to know."""
+
+    spec: ModelSpec
+    layout: Layout
+    at: Coords
+    own: Shard
+    whole: StepShape
+    routed: Sequence[Routed] | None = None
+    """What the routers of its layers with experts did, where that is known."""
+
+    @cached_property
+    def step(self) -> StepShape:
+        """The rows of the rank's lane."""
+        return self.whole.of_lane(self.at.attn_dp)
+
+    @cached_property
+    def travels(self) -> Travels:
+        """Its layers whose tokens travel to experts."""
+        return Travels(self.spec, self.layout, self.at, self.own, self.whole, self.routed)
+
+    @property
+    def num_split(self) -> int:
+        """Layers with an MLP, an expert for every token or all experts split over the tp group."""
+        return len(self.own.layers) - self.travels.num_layers + self.travels.num_shared
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Tokens this rank runs of each row."""
+        cp, cp_rank = self.layout.cp, self.at.cp
+        return [sum(map(len, spans(row.context, row.tokens, cp, cp_rank))) for row in self.step.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        """Token rows this rank runs."""
+        return sum(self.query_lens)
+
+    @property
+    def num_own(self) -> int:
+        """Tokens that are this rank's own: its share of the tp group's."""
+        return len(deal(self.num_tokens, self.layout.tp)[self.at.tp])
+
+    @property
+    def num_hidden(self) -> int:
+        """Tokens whose hidden states this rank holds between layers."""
+        return self.num_own if self.is_scattered else self.num_tokens
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the hidden states of this rank's own tokens."""
+        return self.hidden_bytes(self.num_own)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the rank holds its own tokens only, between layers."""
+        return sequence_parallel.is_scattered(self.query_lens, sequence_parallel.scatter_from(self.layout))
+
+    def hidden_bytes(self, rows: int) -> int:
+        """Bytes of the hidden states of `rows` tokens."""
+        return rows * self.spec.hidden_size * self.step.element_bytes
+
+
+def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None) -> Seat:
+    """The seat of a world rank."""
+    at = coords(layout, world_rank)
+    return Seat(spec, layout, at, shard(spec, layout, at), step, routed)
+
+
+def rank_traffic(
+    spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
+) -> list[Entry]:
+    """Every collective of one rank in one step, in the order of the forward pass.
+
+    `routed` of each layer whose tokens were dispatched to experts makes these exact too; else they are what is expected.
+    """
+    seat = seat_of(spec, layout, world_rank, step, routed)
+    return [entry for region in REGIONS for entry in _heard(region, seat)]
+
+
+def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Entry, tuple[int, ...]]]:
+    """Every distinct entry of a replica, with the world ranks that make it; in the order of the forward pass."""
+    seats = [seat_of(spec, layout, rank, step) for rank in range(layout.world)]
+    makers: dict[Entry, list[int]] = {}
+    for region in REGIONS:
+        for rank, seat in enumerate(seats):
+            for entry in _heard(region, seat):
+                makers.setdefault(entry, []).append(rank)
+    return [(entry, tuple(ranks)) for entry, ranks in makers.items()]
+
+
+def counters(entries: Sequence[Entry], axis: str) -> tuple[Counter[str], Counter[str]]:
+    """What the group of `axis` will have counted: (calls, wire bytes sent), each by operation name."""
+    calls: Counter[str] = Counter()
+    sent_bytes: Counter[str] = Counter()
+    for entry in entries:
+        if entry.axis == axis:
+            calls[entry.op] += entry.calls
+            sent_bytes[entry.op] += entry.calls * entry.wire_bytes_per_rank
+    return calls, sent_bytes
+
+
+def arriving(seat: Seat) -> Iterator[Entry]:
+    """Each rank's own tokens come from the stage before (the sender pays for the bytes), and are joined."""
+    if not seat.own.first_stage:
+        if seat.own_bytes:
+            yield recv("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
+        if not seat.is_scattered:
+            yield all_gather("stage boundary", "tp", seat.layout.tp, seat.own_bytes)
+
+
+def embedding(seat: Seat) -> Iterator[Entry]:
+    """Each rank looks up the ids it has rows for; the sum is the embedding."""
+    if seat.own.first_stage:
+        yield _sum(seat, "embedding")
+
+
+def attention_input(seat: Seat) -> Iterator[Entry]:
+    """The projections to queries, keys and values want all tokens."""
+    yield from _gathered(seat, "attention input", len(seat.own.layers))
+
+
+def width_norms(seat: Seat) -> Iterator[Entry]:
+    """Norms over all heads at once: two sums of squares a token (fp32) in each layer."""
+    if seat.spec.qk_norm == "width":
+        calls = len(seat.own.layers)
+        yield all_reduce("q and k norms", "tp", seat.layout.tp, seat.num_tokens * 2 * DTYPE_BYTES["float32"], calls=calls)
+
+
+def attention_context(seat: Seat) -> Iterator[Entry]:
+    """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
+    yield from context(seat.spec, seat.layout, seat.at, seat.own, seat.step)
+
+
+def attention_output(seat: Seat) -> Iterator[Entry]:
+    """The output projection is row parallel: its partial sums are added, once a layer."""
+    yield _sum(seat, "attention output", len(seat.own.layers))
+
+
+def mlp_input(seat: Seat) -> Iterator[Entry]:
+    """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
+    yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_dealt)
+    if seat.travels.num_layers:
+        yield from to_experts(seat.travels)
+
+
+def mlp_output(seat: Seat) -> Iterator[Entry]:
+    """The down projection is row parallel."""
+    if seat.travels.num_layers:
+        yield from from_experts(seat.travels, seat.is_scattered)
+    yield _sum(seat, "mlp output", seat.num_split)
+
+
+def head_input(seat: Seat) -> Iterator[Entry]:
+    """The head wants rows of any token."""
+    if seat.own.last_stage:
+        yield from _gathered(seat, "head input", 1)
+
+
+def leaving(seat: Seat) -> Iterator[Entry]:
+    """Each rank's own tokens go to the next stage: once, whatever the number of layers. A rank without any sends nothing."""
+    if not seat.own.last_stage and seat.own_bytes:
+        yield send("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
+
+
+def choosing(seat: Seat) -> Iterator[Entry]:
+    """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
+    dealt over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
+    if not seat.own.last_stage or seat.at.cp > 0:
+        return
+    axis, size, step = "tp", seat.layout.tp, seat.step
+    if is_over_stage(seat.spec, seat.layout):
+        axis, size, step = HEAD_AXIS, seat.layout.attn_dp * seat.layout.tp, seat.whole
+    rows = [row.choosing for row in step.rows if row.choosing is not None]
+    if rows and axis == HEAD_AXIS:
+        mine = sum(row.choosing is not None for row in seat.step.rows)
+        yield all_gather("head rows", axis, size, seat.hidden_bytes(len(deal(mine, seat.layout.tp)[seat.at.tp])))
+    ends = [min(hand.stop, seat.spec.vocab_size) for hand in head_vocabulary(seat.spec, seat.layout)]
+    widths = [len(range(hand.start, end)) for hand, end in zip(head_vocabulary(seat.spec, seat.layout), ends, strict=True)]
+    yield from sampling(rows, seat.spec.vocab_size, max(widths), axis, size)
+
+
+def telling(seat: Seat) -> Iterator[Entry]:
+    """The last stage tells each other stage the step's tokens, 8 bytes each, so that their next step need not wait for the
+    engine. They are taken when a later step needs them, and counted here."""
+    rows, stages = sum(row.choosing is not None for row in seat.step.rows), seat.layout.pp
+    if rows and seat.own.last_stage:
+        if seat.at.cp == 0:
+            yield send("token feedback", "cp", seat.layout.cp, 8 * rows, seat.layout.cp - 1)
+        else:
+            yield recv("token feedback", "cp", seat.layout.cp, 8 * rows)
+        yield send("token feedback", "pp", stages, 8 * rows, stages - 1)
+    elif rows:
+        yield recv("token feedback", "pp", stages, 8 * rows)
+
+
+Region = Callable[[Seat], Iterator[Entry]]
+REGIONS: tuple[Region, ...] = (
+    arriving,
+    embedding,
+    attention_input,
+    width_norms,
+    attention_context,
+    attention_output,
+    mlp_input,
+    mlp_output,
+    head_input,
+    leaving,
+    choosing,
+    telling,
+)
+"""In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
+
+
+def _sum(seat: Seat, where: str, calls: int = 1) -> Entry:
+    """Partial sums over the tp group, added; each rank keeps all tokens of the sum or its own."""
+    whole = seat.hidden_bytes(seat.num_tokens)
+    if seat.is_scattered:
+        return reduce_scatter(where, "tp", seat.layout.tp, whole, seat.own_bytes, calls)
+    return all_reduce(where, "tp", seat.layout.tp, whole, calls)
+
+
+def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
+    """All tokens where the rank holds its own only."""
+    if seat.is_scattered:
+        yield all_gather(where, "tp", seat.layout.tp, seat.own_bytes, calls)
+
+
+def _heard(region: Region, seat: Seat) -> list[Entry]:
+    """The entries of a region that anybody else hears of. A lane without rows only runs its experts, and its part of
+    the head, for the others."""
+    said = [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]
+    return said if seat.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]

@@ -1,0 +1,189 @@
+"""Everything a layout means for a model: what each rank holds, whom it talks to, what a step sends and what memory it takes.
+
+A value, made from the header of a checkpoint; `as_json` is its machine-readable form, `placement.explain.explain_text` the one to
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from placement.cost.balance import MEASURE, Balance, balance, bubble
+from placement.cost.collectives import Entry
+from placement.cost.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
+from placement.cost.step_shape import StepShape
+from placement.cost.traffic import seat_of, traffic
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.layout.lm_head import is_over_stage
+from placement.layout.mesh import Coords
+from placement.model.spec import DType, ModelSpec
+from placement.ownership.shards import Shard, parameters
+from placement.ownership.weight_slices import Parameter
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank: where it sits, what it holds, and the bytes its share of the step's KV cache takes at most (whole blocks).
+
+    `num_hidden` is the number of tokens whose hidden states it holds between layers: its own where the step is scattered.
+    """
+
+    world_rank: int
+    at: Coords
+    own: Shard
+    memory: RankMemory
+    kv_bytes: int
+    num_hidden: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights and KV cache."""
+        return self.memory.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One replica of `spec` under `layout` in one step. Weights, KV cache and hidden states are all in ``step.dtype``."""
+
+    spec: ModelSpec
+    layout: Layout
+    step: StepShape
+    ranks: tuple[RankView, ...]
+    groups: dict[str, list[list[int]]]
+    traffic: list[tuple[Entry, tuple[int, ...]]]
+    balance: Balance
+
+
+def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
+    """Explain a layout that has passed `layout.check`."""
+    memories = rank_memories(spec, layout, step.dtype)
+    ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
+    groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec, layout)}
+    return Explanation(spec, layout, step, ranks, groups, traffic(spec, layout, step), balance(spec, layout))
+
+
+def _axes(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    axes = mesh.GROUP_AXES if spec.moe is None else (*mesh.GROUP_AXES, *mesh.MOE_GROUP_AXES)
+    return (*axes, mesh.HEAD_AXIS) if is_over_stage(spec, layout) else axes
+
+
+def shown_layer(spec: ModelSpec, own: Shard) -> int:
+    """The layer of a rank that stands for all: its first with experts, or its first."""
+    return next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
+
+
+def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
+    """The parameters of one layer of a rank (`shown_layer`), by their names inside it."""
+    start = f"layers.{shown_layer(spec, own)}."
+    for row in parameters(spec, own):
+        if row.name.startswith(start):
+            yield row.name.removeprefix(start), row
+
+
+def as_json(explained: Explanation, name: str) -> dict[str, Any]:
+    """The whole explanation as plain values. All bytes are exact."""
+    spec, layout, step = explained.spec, explained.layout, explained.step
+    return {
+        "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},
+        "layout": str(layout),
+        "layout_fields": layout.model_dump(mode="json"),
+        "world": layout.world,
+        "devices": layout.devices,
+        "step": {
+            "batch": len(step.rows),
+            "tokens": [row.tokens for row in step.rows],
+            "context": [row.context for row in step.rows],
+            "lane": [row.lane for row in step.rows],
+            "dtype": step.dtype,
+        },
+        "ranks": [_rank_json(spec, view) for view in explained.ranks],
+        "groups": explained.groups,
+        "traffic": [_traffic_json(entry, ranks) for entry, ranks in explained.traffic],
+        "layer": [_layer_json(spec, view, step.dtype) for view in explained.ranks if view.at.pp == 0],
+        "memory": _memory_json(explained),
+        "balance": {"measure": MEASURE, **asdict(explained.balance)},
+        "bubble": {str(count): bubble(layout.pp, count) for count in micro_batch_counts(layout)},
+    }
+
+
+def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
+    """Numbers of micro-batches worth a look for a pipeline: one, twice and eight times the number of stages."""
+    return (1, 2 * layout.pp, 8 * layout.pp) if layout.pp > 1 else ()
+
+
+def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
+    seat = seat_of(spec, layout, memory.world_rank, step)
+    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in seat.step.rows)
+    return RankView(memory.world_rank, seat.at, seat.own, memory, blocks * memory.block_bytes, seat.num_hidden)
+
+
+def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
+    own = view.own
+    others = {
+        f"{kind.label.strip()}_{name}": list(held)
+        for kind, both in zip(spec.kinds[1:], own.heads[1:], strict=True)
+        for name, held in zip(("q_heads", "kv_heads"), both, strict=True)
+    }
+    return {
+        "world_rank": view.world_rank,
+        "coords": asdict(view.at),
+        "layers": list(own.layers),
+        "q_heads": list(own.q_heads),
+        "kv_heads": list(own.kv_heads),
+        **others,
+        "experts": list(own.experts),
+        "expert_columns": [own.expert_columns.start, own.expert_columns.stop],
+        "columns": [own.columns.start, own.columns.stop],
+        "vocabulary": [own.vocab.start, own.vocab.stop],
+        "head_vocabulary": [own.head_vocab.start, own.head_vocab.stop],
+        "weight_bytes": view.memory.weight_bytes,
+        "kv_bytes_per_token": view.memory.kv_bytes_per_token,
+        "hidden_tokens": view.num_hidden,
+    }
+
+
+def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]:
+    """One layer on one tp rank: each parameter, and the slices of checkpoint tensors it is made of."""
+    rows = dict(layer_parameters(spec, view.own))
+    return {
+        "world_rank": view.world_rank,
+        "bytes": sum(parameter_bytes(row, dtype) for row in rows.values()),
+        "parameters": [
+            {
+                "name": name,
+                "shape": row.shape,
+                "bytes": parameter_bytes(row, dtype),
+                "slices": [
+                    {"source": piece.source, "source_shape": piece.source_shape, "shape": piece.shape} for piece in row.pieces
+                ],
+            }
+            for name, row in rows.items()
+        ],
+    }
+
+
+def _traffic_json(entry: Entry, ranks: Sequence[int]) -> dict[str, Any]:
+    """`payload_bytes` and `wire_bytes_per_rank` are of one call; the total is of all `calls` of one of the `ranks`."""
+    total = entry.calls * entry.wire_bytes_per_rank
+    return {**asdict(entry), "total_wire_bytes_per_rank": total, "ranks": list(ranks)}
+
+
+def _memory_json(explained: Explanation) -> dict[str, Any]:
+    views = explained.ranks
+    return {
+        "ranks": [
+            {
+                "world_rank": view.world_rank,
+                "weight_bytes": view.memory.weight_bytes,
+                "kv_bytes": view.kv_bytes,
+                "total_bytes": view.total_bytes,
+            }
+            for view in views
+        ],
+        "weight_bytes": sum(view.memory.weight_bytes for view in views),
+        "kv_bytes": sum(view.kv_bytes for view in views),
+        "total_bytes": sum(view.total_bytes for view in views),
+    }

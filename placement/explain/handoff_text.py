@@ -1,0 +1,139 @@
+"""The hand-off map of two pools to read, and as plain values: copies per rank, and bytes per prompt token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from placement.explain.columns import columns
+from placement.explain.drawing import runs_text, size_text
+from placement.layout.layout import Layout
+from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
+from placement.ownership.handoff import Copy, Side, handoff, sequence_bytes
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """The copies of a prompt of `tokens` tokens from lane 0 of a prefill replica to lane 0 of a decode replica."""
+
+    spec: ModelSpec
+    prefill: Layout
+    decode: Layout
+    tokens: int
+    dtype: DType
+    copies: Sequence[Copy]
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompt's KV cache, each once."""
+        return sequence_bytes(self.spec, self.tokens, self.dtype)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all copies move: more than `prompt_bytes` where several decode ranks keep the same."""
+        return sum(self.bytes_of(copy) for copy in self.copies)
+
+    def bytes_of(self, copy: Copy) -> int:
+        return copy.num_bytes(self.spec, self.dtype)
+
+    def bytes_by_rank(self, end: str) -> dict[int, int]:
+        """Bytes by rank of one end, ``source`` or ``destination``; ranks without any are left out."""
+        found: Counter[int] = Counter()
+        for copy in self.copies:
+            found[getattr(copy, end)] += self.bytes_of(copy)
+        return dict(sorted(found.items()))
+
+
+def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandOff:
+    """Explain the hand-off between two layouts that have passed `layout.check`; pages of both hold as many tokens."""
+    return HandOff(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
+
+
+def handoff_json(found: HandOff, name: str) -> dict[str, Any]:
+    """All of it as plain values; bytes are exact, those a token where they do not divide are floats."""
+    return {
+        "model": name,
+        "prefill": str(found.prefill),
+        "decode": str(found.decode),
+        "tokens": found.tokens,
+        "dtype": found.dtype,
+        "prompt_bytes": found.prompt_bytes,
+        "prompt_bytes_per_token": found.prompt_bytes // found.tokens,
+        "moved_bytes": found.moved_bytes,
+        "moved_bytes_per_token": _each(found.moved_bytes, found.tokens),
+        "copies": [_copy_json(found, copy) for copy in found.copies],
+        "sent_bytes": found.bytes_by_rank("source"),
+        "received_bytes": found.bytes_by_rank("destination"),
+    }
+
+
+def handoff_text(found: HandOff, name: str) -> str:
+    """The report."""
+    sections = (_head(found, name), _copies(found), _ranks(found))
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _head(found: HandOff, name: str) -> Iterator[str]:
+    spec, tokens = found.spec, found.tokens
+    yield f"{name}: prefill {found.prefill} hands KV to decode {found.decode}"
+    kept = f"2 x {spec.num_kv_heads} KV heads x {spec.kv_dim}" if spec.mla is None else f"a latent of {spec.kv_dim}"
+    each = f"{spec.num_layers} layers x {kept} x {DTYPE_BYTES[found.dtype]} B ({found.dtype})"
+    yield f"{found.prompt_bytes // tokens:,} B a prompt token: {each}"
+    yield f"a prompt of {tokens:,} tokens: {size_text(found.prompt_bytes)}"
+    if found.moved_bytes > found.prompt_bytes:
+        times = found.moved_bytes / found.prompt_bytes
+        moved = f"{size_text(found.moved_bytes)} move ({times:.2f}x)"
+        yield f"  {moved}: decode ranks that keep the same each get their own"
+    lanes = [f"{what} {layout.attn_dp}" for what, layout in _sides(found) if layout.attn_dp > 1]
+    if lanes:
+        yield f"  from lane 0 to lane 0 (of lanes: {', '.join(lanes)}); between others the copies are alike"
+
+
+def _sides(found: HandOff) -> tuple[tuple[str, Layout], tuple[str, Layout]]:
+    return ("prefill", found.prefill), ("decode", found.decode)
+
+
+def _copies(found: HandOff) -> Iterator[str]:
+    count = len(found.copies)
+    yield f"{count} cop{'y' if count == 1 else 'ies'}"
+    heads = "kv heads" if found.spec.mla is None else "latents"
+    rows = [("prefill", "decode", "layers", heads, "positions", "B a token", "together")]
+    for copy in found.copies:
+        moved = found.bytes_of(copy)
+        ranks = (f"rank {copy.source}", f"rank {copy.destination}")
+        held = "whole" if found.spec.mla is not None else runs_text(copy.kv_heads)
+        what = (runs_text(copy.layers), held, str(copy.positions))
+        rows.append((*ranks, *what, f"{_each(moved, found.tokens):,}", size_text(moved)))
+    yield from columns(rows, right={5, 6})
+
+
+def _ranks(found: HandOff) -> Iterator[str]:
+    """How even the load is."""
+    for what, end, layout in (("sends", "source", found.prefill), ("receives", "destination", found.decode)):
+        moved = found.bytes_by_rank(end)
+        most = max(moved, key=lambda rank: moved[rank])
+        idle = layout.world // layout.attn_dp - len(moved)
+        without = f"; {idle} of the lane's ranks have nothing to do" if idle else ""
+        side = "prefill" if end == "source" else "decode"
+        mean = found.moved_bytes / len(moved)
+        yield f"{side} rank {most} {what} most: {size_text(moved[most])}, {moved[most] / mean:.2f}x the mean{without}"
+
+
+def _copy_json(found: HandOff, copy: Copy) -> dict[str, Any]:
+    moved = found.bytes_of(copy)
+    return {
+        "source": copy.source,
+        "destination": copy.destination,
+        "layers": [copy.layers.start, copy.layers.stop],
+        "kv_heads": [copy.kv_heads.start, copy.kv_heads.stop],
+        "positions": {"period": copy.positions.period, "runs": [[run.start, run.stop] for run in copy.positions.runs]},
+        "num_positions": len(copy.positions),
+        "bytes": moved,
+        "bytes_per_token": _each(moved, found.tokens),
+    }
+
+
+def _each(total: int, tokens: int) -> int | float:
+    return total // tokens if total % tokens == 0 else round(total / tokens, 2)

@@ -1,0 +1,58 @@
+"""Over which ranks of a stage the LM head is dealt: those of each lane, or those of all lanes together.
+
+Two lanes (attn_dp) of two tp ranks, 100 vocabulary rows::
+
+                     lane 0              lane 1
+                     rank 0    rank 1    rank 2    rank 3
+    lm_head=lane     0-49      50-99     0-49      50-99     each lane chooses its tokens by itself
+    lm_head=stage    0-24      25-49     50-74     75-99     all choose those of all lanes together
+
+Over the stage a rank holds, and reads in every step, as many times less of the head as there are lanes. Before it the rows that
+tokens are chosen from are gathered from all lanes, each rank bringing its share of its lane's; sampling exchanges go over the
+same group. A lane without rows takes part, since the others need its part of the vocabulary.
+
+The rule, where ``lm_head=auto``: over the stage where lanes meet in every layer anyway (models with experts) and a rank is
+spared at least `WORTH_BYTES`: reading those takes a GPU of 3.35 TB/s about 20 µs, as long as the one gather takes to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from placement.layout.layout import Layout
+from placement.model.spec import DTYPE_BYTES, ModelSpec
+
+WORTH_BYTES = 64 * 2**20
+
+
+def is_over_stage(spec: ModelSpec, layout: Layout) -> bool:
+    """Whether the head is dealt over all lanes of the last stage."""
+    if layout.lm_head != "auto":
+        return layout.lm_head == "stage"
+    return spec.moe is not None and not _hindrance(spec, layout) and spared_bytes(spec, layout) >= WORTH_BYTES
+
+
+def spared_bytes(spec: ModelSpec, layout: Layout) -> int:
+    """Bytes of the head, in the model's own dtype, that a rank has less of when it is dealt over all lanes."""
+    head = spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
+    return head // layout.tp - head // (layout.tp * layout.attn_dp)
+
+
+def head_can_be_dealt(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """A rule of `placement.legality.rules`: what was asked for is possible, and means something."""
+    if layout.lm_head == "stage" and (why := _hindrance(model, layout)):
+        yield "lm_head", f"lm_head=stage deals the head over the lanes of a stage, but {why}"
+    if layout.lm_head == "lane" and layout.attn_dp == 1:
+        yield "lm_head", "lm_head=lane keeps the head of each lane whole, but attn_dp=1"
+
+
+def _hindrance(model: ModelSpec, layout: Layout) -> str | None:
+    ranks = layout.attn_dp * layout.tp
+    if layout.attn_dp == 1:
+        return "attn_dp=1"
+    if model.tie_embeddings and layout.pp == 1:
+        return "it is the embedding (tie_word_embeddings), which each lane needs whole; with pp=2 or more it can be"
+    if ranks > model.vocab_size:
+        product = f"attn_dp={layout.attn_dp} x tp={layout.tp}"
+        return f"its {ranks} ranks ({product}) are more than the {model.vocab_size} vocabulary rows (vocab_size)"
+    return None

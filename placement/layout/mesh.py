@@ -1,0 +1,170 @@
+"""The rank grid: which rank sits where, and who talks to whom along each axis.
+
+Rank order inside a replica, outermost axis first: ``pp, attn_dp, cp, tp``. With ``pp=2, tp=3``::
+
+    world_rank   tp0 tp1 tp2
+    stage 0        0   1   2      <- a tp group is a row: contiguous ranks, so it falls inside a node
+    stage 1        3   4   5      <- a pp group is a column: 0-3, 1-4, 2-5
+
+Inside a tp group, ``dcp`` consecutive ranks that hold the same KV head share its positions. With ``tp=4, dcp=2``::
+
+    tp group     [0 1 2 3]
+    dcp groups   [0 1] [2 3]
+
+The MoE layers see the same ranks of a stage in another grid, ``moe_dp, ep, moe_tp``: which lane or tp group a rank serves in
+attention says nothing about its experts. 16 ranks as ``attn_dp=4, tp=4`` with ``ep=16``::
+
+                  tp0 tp1 tp2 tp3
+    attn_dp 0       0   1   2   3     world_rank = lane * 4 + tp_rank
+    attn_dp 1       4   5   6   7     <- a lane attends to its own requests; its tp group, a row, splits their tokens before
+    attn_dp 2       8   9  10  11        the experts (reduce-scatter) and joins them after (all-gather)
+    attn_dp 3      12  13  14  15
+                    one ep group of all 16 (all-to-all): rank r holds 1/16 of the experts
+
+The same 16 ranks with ``moe_dp=2, ep=4`` (so ``moe_tp=2``)::
+
+    moe_dp 0      [0 1] [2 3] [4 5] [6 7]          <- moe_tp groups: two halves of the same experts
+    moe_dp 1      [8 9] [10 11] [12 13] [14 15]
+    ep groups     [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]
+    moe_dp groups [0 8] [1 9] ... [7 15]           <- the same experts in two copies
+    moe groups    [0 1 2 3 4 5 6 7] [8 ... 15]     <- the ranks of one copy (ep x moe_tp), between which tokens travel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.layout.layout import Layout
+from placement.layout.lm_head import is_over_stage
+from placement.model.spec import ModelSpec
+
+AXES = ("pp", "attn_dp", "cp", "tp")
+"""Axes of the dense grid, outermost first."""
+
+MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
+"""Axes of the grid that the MoE layers see, outermost first."""
+
+HEAD_AXIS = "head"
+"""Joins the tp groups of all lanes, where the head is dealt over them (`placement.layout.lm_head`)."""
+
+GROUP_AXES = (*AXES, "dcp")
+"""Axes along which the ranks of every model are grouped."""
+
+MOE_GROUP_AXES = (*MOE_AXES[1:], "moe")
+"""Axes along which the ranks of a model with experts are grouped besides."""
+
+
+@dataclass(frozen=True)
+class Coords:
+    """Where a rank sits in its replica's grid: one index per axis of `AXES`."""
+
+    pp: int
+    attn_dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class MoECoords:
+    """Where the MoE layers see a rank: one index per axis of `MOE_AXES`."""
+
+    pp: int
+    moe_dp: int
+    ep: int
+    moe_tp: int
+
+
+def sizes(layout: Layout, axes: Sequence[str] = AXES) -> tuple[int, ...]:
+    """Number of ranks along each of the axes."""
+    return tuple(getattr(layout, axis) for axis in axes)
+
+
+def coords(layout: Layout, world_rank: int) -> Coords:
+    """Coordinates of a world rank. Raises `IndexError` outside ``range(layout.world)``."""
+    return Coords(*_indices(layout, AXES, world_rank))
+
+
+def world_rank(layout: Layout, at: Coords) -> int:
+    """World rank at the given coordinates; the inverse of `coords`."""
+    return _number(layout, AXES, at)
+
+
+def moe_coords(layout: Layout, world_rank: int) -> MoECoords:
+    """Coordinates of a world rank in the grid of the MoE layers. Raises `IndexError` outside ``range(layout.world)``.
+
+    The layout must have passed `layout.check`: both grids have as many ranks.
+    """
+    return MoECoords(*_indices(layout, MOE_AXES, world_rank))
+
+
+def moe_world_rank(layout: Layout, at: MoECoords) -> int:
+    """World rank at the given coordinates; the inverse of `moe_coords`."""
+    return _number(layout, MOE_AXES, at)
+
+
+def _indices(layout: Layout, axes: Sequence[str], world_rank: int) -> list[int]:
+    if not 0 <= world_rank < layout.world:
+        raise IndexError(f"world rank {world_rank} is outside 0..{layout.world - 1} of layout {layout}")
+    indices = []
+    for size in reversed(sizes(layout, axes)):
+        world_rank, index = divmod(world_rank, size)
+        indices.append(index)
+    return indices[::-1]
+
+
+def _number(layout: Layout, axes: Sequence[str], at: Coords | MoECoords) -> int:
+    rank = 0
+    for axis, size in zip(axes, sizes(layout, axes), strict=True):
+        rank = rank * size + getattr(at, axis)
+    return rank
+
+
+def leaders(layout: Layout) -> list[int]:
+    """World rank that sends the results of each lane: its first rank of the last stage.
+
+    All its tp ranks sample the same tokens; its other cp ranks do not hold the last token of a split prompt.
+    """
+    return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=lane, cp=0, tp=0)) for lane in range(layout.attn_dp)]
+
+
+def lane_ranks(layout: Layout, lane: int) -> frozenset[int]:
+    """World ranks of a lane, in all stages."""
+    return frozenset(rank for rank in range(layout.world) if coords(layout, rank).attn_dp == lane)
+
+
+def groups(layout: Layout, axis: str) -> list[list[int]]:
+    """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only; of
+    `HEAD_AXIS`, in their lane and tp rank.
+
+    Groups are in axis order, and partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
+    treating it as one of size 1 would turn a misspelling into missing collectives.
+    """
+    if axis == "dcp":
+        return [row[start : start + layout.dcp] for row in groups(layout, "tp") for start in range(0, layout.tp, layout.dcp)]
+    if axis == HEAD_AXIS:
+        rows = [(pp, cp) for pp in range(layout.pp) for cp in range(layout.cp)]
+        ranks = [(lane, tp) for lane in range(layout.attn_dp) for tp in range(layout.tp)]
+        return [[world_rank(layout, Coords(pp, lane, cp, tp)) for lane, tp in ranks] for pp, cp in rows]
+    if axis == "moe":
+        size = layout.ep * layout.moe_tp
+        return [list(range(start, start + size)) for start in range(0, layout.world, size)]
+    axes = next((grid for grid in (AXES, MOE_AXES) if axis in grid), None)
+    if axes is None:
+        raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES, HEAD_AXIS))}")
+    by_rest: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world):
+        rest = tuple(index for other, index in zip(axes, _indices(layout, axes, rank), strict=True) if other != axis)
+        by_rest.setdefault(rest, []).append(rank)
+    return list(by_rest.values())
+
+
+def talking_axes(model: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
+    """Axes along which the ranks of a model talk, and so have a group; with a layout, those that only some layouts have too."""
+    axes = GROUP_AXES if model.moe is None else (*GROUP_AXES, "moe")
+    return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(model, layout) else axes
+
+
+def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
+    """The group of one axis that a world rank belongs to."""
+    return next(group for group in groups(layout, axis) if rank in group)

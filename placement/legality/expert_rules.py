@@ -1,0 +1,112 @@
+"""The rules of the axes that place experts: `ep`, `moe_tp`, `moe_dp` and `redundant_experts`.
+
+Everything that fills the stage is legal for a model with experts, beside any `attn_dp`, `cp` and `tp`: experts need not divide
+over `ep` ranks, nor columns over `moe_tp` ranks. Dense layers may run in `attn_dp` lanes, each of which has them whole, and so
+may a dense model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+
+
+def experts_are_there(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Nothing that was asked for is dropped in silence."""
+    if model.moe is None:
+        for name in ("ep", "moe_dp", "redundant_experts", "dispatch"):
+            if name in layout.asked:
+                yield (
+                    name,
+                    f"{name}={getattr(layout, name)} says where experts are, or how tokens get there, but the model has none",
+                )
+
+
+def moe_axes_fill_a_stage(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """The MoE layers use the same ranks as attention, all of them."""
+    by_hand = "moe_tp" in layout.asked
+    if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (model.moe is None and not by_hand):
+        return
+    ranks = f"the {layout.stage_ranks} ranks of a stage (attn_dp={layout.attn_dp} x cp={layout.cp} x tp={layout.tp})"
+    given = f"moe_dp={layout.moe_dp} x ep={layout.ep}"
+    if by_hand:
+        yield "moe_tp", f"{given} x moe_tp={layout.moe_tp} is {layout.moe_dp * layout.ep * layout.moe_tp} ranks, not {ranks}"
+    else:
+        yield "ep" if layout.ep > 1 else "moe_dp", f"{given} does not divide {ranks}"
+
+
+def an_expert_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Every moe_tp rank has part of each of its experts."""
+    if model.moe is not None and layout.moe_tp > model.moe.expert_size:
+        columns = f"the {model.moe.expert_size} columns (moe_intermediate_size) of an expert"
+        # A moe_tp nobody wrote is what ep leaves: that is what to change.
+        field = "moe_tp" if "moe_tp" in layout.asked else "ep"
+        yield field, f"moe_tp={layout.moe_tp} is more than {columns}; more ep makes it less"
+
+
+def an_expert_per_ep_rank(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """No rank is without an expert in a layer that has them."""
+    if model.moe is not None and layout.ep > model.moe.num_experts + layout.redundant_experts:
+        copies = f" and {layout.redundant_experts} redundant ones" if layout.redundant_experts else ""
+        yield "ep", f"ep={layout.ep} is more than the {model.moe.num_experts} experts{copies} of the model"
+
+
+def copies_go_to_other_ranks(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """A second copy on the same rank is of no use."""
+    asked = layout.redundant_experts
+    if model.moe is None or not asked:
+        return
+    if layout.ep == 1:
+        yield "redundant_experts", f"redundant_experts={asked} are copies on other ep ranks, but ep=1"
+    elif asked > most_redundant(model, layout.ep):
+        experts = model.moe.num_experts
+        yield (
+            "redundant_experts",
+            f"redundant_experts={asked} is more than {most_redundant(model, layout.ep)}: "
+            f"with ep={layout.ep} that many put each of the {experts} experts on every rank",
+        )
+
+
+def most_redundant(model: ModelSpec, ep: int) -> int:
+    """Copies of experts that `ep` ranks have a use for."""
+    return model.moe.num_experts * (ep - 1) if model.moe is not None else 0
+
+
+EXPERT_RULES = (
+    experts_are_there,
+    moe_axes_fill_a_stage,
+    an_expert_column_per_rank,
+    an_expert_per_ep_rank,
+    copies_go_to_other_ranks,
+)
+
+
+def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> dict[str, Any]:
+    """`dispatch` as asked for; `ep`, `moe_dp` and `redundant_experts` as near to it as a stage of this many ranks can be."""
+    if model.moe is None:
+        return {}
+    moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)
+    copies = stage_ranks // moe_dp
+    wanted = max(1, copies // asked.moe_tp) if "moe_tp" in asked.asked and asked.ep == 1 else asked.ep
+    legal = [
+        size
+        for size in _divisors(copies)
+        if size <= model.moe.num_experts + min(asked.redundant_experts, most_redundant(model, size))
+        and copies // size <= model.moe.expert_size
+    ]
+    if not legal:
+        return {"moe_dp": moe_dp, "dispatch": asked.dispatch}
+    ep = min(legal, key=lambda size: (abs(size - wanted), size))
+    redundant = min(asked.redundant_experts, most_redundant(model, ep))
+    return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant, "dispatch": asked.dispatch}
+
+
+@lru_cache(maxsize=256)
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*low, *(number // size for size in low)}))

@@ -1,0 +1,196 @@
+"""The rules of a legal layout, one function each. `Layout.check` is the only door to them.
+
+A rule yields a sentence, with the numbers that clash, for each way in which it is broken. `check` adds what would work.
+
+Uneven splits are legal (9 query heads on 2 ranks, 5 ranks on 3 KV heads): what a rank must have is at least one query
+head, one MLP column and one vocabulary row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from placement.layout.layout import Layout, Violation, text_of
+from placement.layout.lm_head import head_can_be_dealt
+from placement.layout.partition import Shares
+from placement.legality import suggestions
+from placement.legality.expert_rules import EXPERT_RULES
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec
+from placement.ownership.shards import heads
+
+Broken = tuple[str, str]
+"""(field, sentence)"""
+
+_WIDTH_FIELDS = {
+    "MLP": "intermediate_size",
+    "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
+}
+"""Where config.json says the sizes of `ModelSpec.widths`."""
+_KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
+"""Where it says the KV heads of a kind of layers, by `AttentionKind.label`."""
+
+
+def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Violation]:
+    """Every broken rule, each with the nearest legal layouts."""
+    found = broken(layout, model, cluster)
+    if not found:
+        return []
+    among = suggestions.candidates(layout, model, cluster)
+
+    def violation(field: str, sentence: str) -> Violation:
+        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, model, cluster))
+        sizes = f" tp sizes that work: {suggestions.sizes(other.tp for other in among)}." if field == "tp" and legal else ""
+        tries = f" Try {' or '.join(map(str, legal))}." if legal else " No layout of this model fits here."
+        return Violation(field=field, message=f"{sentence}.{sizes}{tries}", suggestions=tuple(map(str, legal)))
+
+    return [violation(field, sentence) for field, sentence in found]
+
+
+def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
+    """The bare verdict: what is broken, without suggestions."""
+    on_model = [found for rule in MODEL_RULES for found in rule(layout, model)]
+    on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
+    return on_model + on_cluster
+
+
+def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """The query heads of a KV group may be dealt over ranks, a single head may not."""
+    if layout.tp > model.num_heads:
+        yield "tp", f"tp={layout.tp} is more than the {model.num_heads} query heads (num_attention_heads) of the model"
+
+
+def a_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Every rank has part of every MLP, and of the expert that every token goes through."""
+    for name, width in model.widths.items():
+        if layout.tp > width:
+            yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"
+
+
+def a_vocabulary_row_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Every rank has part of the embedding and of the head."""
+    if layout.tp > model.vocab_size:
+        yield "tp", f"tp={layout.tp} is more than the {model.vocab_size} vocabulary rows (vocab_size) of the model"
+
+
+def a_layer_per_stage(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """No stage is empty."""
+    if layout.pp > model.num_layers:
+        yield "pp", f"pp={layout.pp} is more than the {model.num_layers} layers (num_hidden_layers) of the model"
+
+
+def stage_layers_add_up(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """A split by hand names every stage and every layer."""
+    given = layout.stage_layers
+    if given is None:
+        return
+    text = "/".join(map(str, given))
+    if len(given) != layout.pp:
+        yield "stage_layers", f"stage_layers={text} names {len(given)} stages, but pp={layout.pp}"
+    if sum(given) != model.num_layers:
+        yield "stage_layers", f"stage_layers={text} adds up to {sum(given)} layers, but the model has {model.num_layers}"
+
+
+def a_share_per_tp_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Unequal shares name every rank of a tp group. How large they are is free: each rank gets a head, a column and a row."""
+    given = layout.tp_shares
+    if given is not None and len(given) != layout.tp:
+        yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"
+
+
+def sp_has_tokens_to_split(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Sequence parallelism deals tokens over a tp group; a group of one has nobody to deal to."""
+    if layout.sp and layout.tp == 1:
+        yield "sp", "sp=true deals the tokens of norms and residual sums over the tp ranks, but tp=1"
+
+
+def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Ranks share out the positions of a KV head only where each of them would hold that head whole."""
+    shares = layout.tp_shares if layout.tp_shares and len(layout.tp_shares) == layout.tp else None
+    legal = legal_dcp(model, layout.tp, shares) if layout.tp <= model.num_heads else [layout.dcp]
+    if layout.dcp in legal:
+        return
+    kind = next(kind for kind in model.kinds if layout.dcp not in _legal_dcp(kind, layout.tp, shares))
+    kv_heads = f"the {kind.num_kv_heads} KV heads ({_KV_FIELDS[kind.label]}) of the model"
+    if model.mla is not None:
+        why = f"all {layout.tp} tp ranks hold the same latents, so it must divide tp"
+    elif layout.tp <= kind.num_kv_heads:
+        why = f"tp={layout.tp} is no more than {kv_heads}, so no two ranks hold the same head"
+    else:
+        holders = Counter(own.start for _, own in heads(kind, layout.tp, shares)).values()
+        why = f"tp={layout.tp} puts {kv_heads} on {', '.join(map(str, holders))} ranks, and a dcp group must not span two heads"
+    sizes = f"; with tp={layout.tp} dcp can be {suggestions.sizes(legal)}" if len(legal) > 1 else ""
+    yield "dcp", f"dcp={layout.dcp} cannot be used: {why}{sizes}"
+
+
+def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
+    """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
+
+    With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
+    and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
+    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
+    heads, the runs must hold in both kinds.
+    """
+    return sorted(set.intersection(*(set(_legal_dcp(kind, tp, shares)) for kind in model.kinds)))
+
+
+def _legal_dcp(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:
+    if tp <= kind.num_kv_heads:
+        return [1]
+    holders = Counter(own.start for _, own in heads(kind, tp, shares)).values()
+    return [size for size in range(1, min(holders) + 1) if all(count % size == 0 for count in holders)]
+
+
+def a_style_needs_cp(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+    """Nothing that was asked for is dropped in silence."""
+    if layout.cp_style != "ring" and layout.cp == 1:
+        yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"
+
+
+def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
+    """One slot per rank."""
+    if layout.devices > cluster.slots:
+        product = f"replicas={layout.replicas} x pp={layout.pp} x {layout.stage_ranks} ranks a stage"
+        nodes = f"{len(cluster.nodes)} node{'' if len(cluster.nodes) == 1 else 's'}"
+        yield (
+            _largest_axis(layout),
+            f"{layout} needs {layout.devices} devices ({product}), but the cluster has {cluster.slots} slots on {nodes}",
+        )
+
+
+def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
+    """A tp group never spans nodes, so slots left over on several nodes do not add up to one more group."""
+    largest = cluster.largest_node
+    groups, room = layout.devices // layout.tp, cluster.tp_groups(layout.tp)
+    if largest is None or layout.tp > largest.slots:
+        most = f"the largest, {largest.name}, has {largest.slots} slots" if largest else "the cluster has none"
+        yield "tp", f"tp={layout.tp} does not fit inside one node: {most}"
+    elif groups > room and layout.devices <= cluster.slots:
+        yield (
+            "tp",
+            f"{layout} makes {groups} tp groups of {layout.tp} ranks, but only {room} fit: "
+            f"a group never spans nodes, and the nodes have {suggestions.sizes(node.slots for node in cluster.nodes)} slots",
+        )
+
+
+def _largest_axis(layout: Layout) -> str:
+    """The axis to blame for too many devices."""
+    return max(("replicas", "pp", "attn_dp", "cp", "tp"), key=lambda axis: int(getattr(layout, axis)))
+
+
+MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
+    a_query_head_per_rank,
+    a_column_per_rank,
+    a_vocabulary_row_per_rank,
+    a_layer_per_stage,
+    stage_layers_add_up,
+    a_share_per_tp_rank,
+    sp_has_tokens_to_split,
+    dcp_groups_share_a_kv_head,
+    a_style_needs_cp,
+    head_can_be_dealt,
+    *EXPERT_RULES,
+)
+CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

@@ -1,0 +1,126 @@
+"""What would work instead: the legal layouts nearest to one that is not.
+
+Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with the asked cp or
+halves of it, with the asked lanes (attn_dp) or halves of them, every legal dcp where one was asked for, the nearest legal
+expert axes, and as many of the asked replicas as fit. One is suggested only after it passed every rule, so it can never be
+refused when it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+
+from placement.layout.layout import Layout
+from placement.legality.expert_rules import nearest_expert_axes
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec
+
+
+def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
+    """Layouts no larger than what was asked for that the model and the cluster have room for."""
+    stages = max(asked.pp, len(asked.stage_layers or ()))
+    devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
+    most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)
+    if cluster is not None:
+        most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
+    found: list[Layout] = []
+    for tp in range(1, most_tp + 1):
+        groups = devices // tp
+        if cluster is not None:
+            groups = min(groups, cluster.tp_groups(tp))
+        for cp, lanes in product(_halves(asked.cp), _halves(asked.attn_dp)):
+            for pp in range(1, min(model.num_layers, groups // (cp * lanes)) + 1):
+                replicas = min(asked.replicas, groups // (pp * cp * lanes))
+                experts = nearest_expert_axes(asked, model, lanes * cp * tp)
+                # sp is kept where it was asked for and still has tokens to deal.
+                plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
+                for split in _with_splits(plain, asked, model):
+                    found += _with_context(split, asked, model)
+    return found
+
+
+def _halves(size: int) -> list[int]:
+    """`size`, half of it, and so on down to 1."""
+    return [size, *_halves(size // 2)] if size > 1 else [1]
+
+
+def _with_context(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+    """The candidate in the asked cp style, where it has cp, with every legal dcp, where one was asked for."""
+    # `rules` imports this module: only a late import avoids the circle.
+    from placement.legality.rules import legal_dcp
+
+    style = asked.cp_style if candidate.cp > 1 else "ring"
+    for dcp in legal_dcp(model, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
+        for lm_head in dict.fromkeys((asked.lm_head, "auto")):
+            yield candidate.model_copy(update={"dcp": dcp, "cp_style": style, "lm_head": lm_head})
+
+
+def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
+    """At most two: one that changes as little as it can, and one that uses the most of the devices asked for."""
+    changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
+    uses_most = sorted(
+        among, key=lambda other: (asked.devices - other.devices, _dropped(asked, other), _distance(asked, other))
+    )
+    best = (next(filter(is_legal, ranked), None) for ranked in (changes_least, uses_most))
+    return list(dict.fromkeys(layout for layout in best if layout is not None))
+
+
+def sizes(numbers: Iterable[int]) -> str:
+    """Numbers as text, runs drawn together: ``1-6, 8``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _with_splits(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+    """The candidate, and with what the user gave of it: the tp shares, the split of layers (mended if need be), both."""
+    shares, layers = asked.tp_shares, asked.stage_layers
+    kept: list[dict[str, object]] = [{}]
+    if shares is not None and len(shares) == candidate.tp:
+        kept.append({"tp_shares": shares})
+    if layers is not None and len(layers) == candidate.pp:
+        kept += [{**other, "stage_layers": _mended(layers, model.num_layers)} for other in kept]
+    for update in kept:
+        yield candidate.model_copy(update=update)
+
+
+def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """The split, with layers taken from its longest stages or given to its shortest until it adds up to `total`."""
+    stages = [min(layers, total) for layers in split]
+    while sum(stages) > total:
+        stages[stages.index(max(stages))] -= 1
+    while sum(stages) < total:
+        stages[stages.index(min(stages))] += 1
+    return tuple(stages)
+
+
+def _changes(asked: Layout, other: Layout, field: str) -> int:
+    """Fields that differ, not counting the one at fault."""
+    names = Layout.model_fields.keys() - {field, "moe_tp"}  # moe_tp follows from the others
+    return sum(getattr(asked, name) != getattr(other, name) for name in names)
+
+
+def _dropped(asked: Layout, other: Layout) -> int:
+    """Lists the user wrote by hand that are gone."""
+    return sum(getattr(asked, name) is not None and getattr(other, name) is None for name in ("stage_layers", "tp_shares"))
+
+
+def _distance(asked: Layout, other: Layout) -> tuple[int, ...]:
+    return (
+        abs(asked.tp - other.tp),
+        abs(asked.pp - other.pp),
+        abs(asked.attn_dp - other.attn_dp),
+        abs(asked.cp - other.cp),
+        abs(asked.ep - other.ep),
+        abs(asked.moe_dp - other.moe_dp),
+        abs(asked.redundant_experts - other.redundant_experts),
+        abs(asked.dcp - other.dcp),
+        abs(asked.replicas - other.replicas),
+        (asked.stage_layers is None) != (other.stage_layers is None),
+        (asked.tp_shares is None) != (other.tp_shares is None),
+    )

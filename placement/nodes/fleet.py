@@ -1,0 +1,138 @@
+"""How many machines of one kind a layout needs, and how they are grouped: pods of a replica, workers of a cluster.
+
+A replica that fits into one machine has machines to share with others, or its own; one that does not gets whole machines of its
+own, a stage never split where one machine holds it::
+
+    tp=4 on machines of 8          2 replicas a machine
+    tp=8,pp=2 on machines of 8     1 replica on 2 machines (a group of 2)
+    tp=4,pp=4 on machines of 8     1 replica on 2 machines, 2 stages on each
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from placement.layout.layout import Layout, LayoutError
+from placement.nodes.hardware import ClusterSpec, DeviceKind, NodeSpec
+
+MIB, GIB = 2**20, 2**30
+TRANSFER_BYTES = 8 * MIB
+"""Shared memory of a rank that hands KV over, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
+MOST_MACHINES = 10_000
+"""Machines of one layout: more are a slip of the pen, and every one would be listed."""
+
+
+class Machine(BaseModel):
+    """One kind of machine (or pod): its slots, and what surrounds them. `memory_bytes` is RAM, whatever the device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slots: Annotated[int, Field(ge=1)]
+    kind: DeviceKind = "cpu"
+    cpus: Annotated[int, Field(ge=1)]
+    memory_bytes: Annotated[int, Field(ge=GIB)]
+    accelerator: str | None = None
+
+    @property
+    def shm_bytes(self) -> int:
+        """Shared memory for the object store, groups of CPU ranks, NCCL: a quarter of the memory, 16 GiB at most."""
+        return min(16 * GIB, self.memory_bytes // 4)
+
+    @property
+    def object_store_bytes(self) -> int:
+        """No tensor travels through the object store, so it needs little; and it must fit the shared memory."""
+        return min(GIB, self.shm_bytes // 2)
+
+    @property
+    def ray_cpus(self) -> int:
+        """What Ray is told of its CPUs: on a CPU machine its slots, however many it has."""
+        return self.slots if self.kind == "cpu" else self.cpus
+
+    def require_cpus(self) -> None:
+        """Raise `LayoutError` for fewer CPUs than ranks on GPUs ask for, one each (`placement.nodes.bundles`)."""
+        if self.ray_cpus < self.slots:
+            raise LayoutError(
+                f"a rank asks for a CPU beside its GPU, but a machine of {self.slots} GPUs has cpus={self.cpus}: give it "
+                f"cpus={self.slots} or more, or {self.cpus} slots at most"
+            )
+
+    def require_room_for_transfers(self) -> None:
+        """Raise `LayoutError` where its shared memory does not hold what ranks that hand KV over take of it."""
+        least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to a half
+        if self.shm_bytes < least:
+            raise LayoutError(
+                f"{self.slots} ranks that hand KV over take {TRANSFER_BYTES // MIB} MiB of shared memory each, to be left "
+                f"beside the object store, but a machine of {self.memory_bytes // MIB:,} MiB has {self.shm_bytes // MIB:,} MiB "
+                f"of it, a quarter: give it {4 * least // MIB:,} MiB of memory or more, or fewer slots"
+            )
+
+
+class Fleet(BaseModel):
+    """`groups` times `hosts` machines; each group serves `replicas_a_group` replicas, on all its hosts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    machine: Machine
+    hosts: int
+    groups: int
+    replicas_a_group: int
+
+    @property
+    def machines(self) -> int:
+        """All of them."""
+        return self.hosts * self.groups
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster they make."""
+        machine = self.machine
+        memory = machine.memory_bytes if machine.kind == "cpu" else None
+        nodes = (
+            NodeSpec(name=f"machine{at}", slots=machine.slots, kind=machine.kind, memory_bytes=memory)
+            for at in range(self.machines)
+        )
+        return ClusterSpec(nodes=tuple(nodes))
+
+    def require_memory(self, weight_bytes: int) -> None:
+        """Raise `LayoutError` where CPU machines are smaller than the weights they hold, KV and all else left out.
+
+        `weight_bytes`: of all ranks of one replica.
+        """
+        least = weight_bytes * self.replicas_a_group // self.hosts
+        if self.machine.kind == "cpu" and self.machine.memory_bytes < least:
+            raise LayoutError(
+                f"the weights of the ranks on one machine take {-(-least // MIB):,} MiB, but memory="
+                f"{self.machine.memory_bytes // MIB}MiB: give it more than that, or use more machines of fewer slots"
+            )
+
+
+def fleet(layout: Layout, machine: Machine) -> Fleet:
+    """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one, where ranks on
+    GPUs lack CPUs, and for more than `MOST_MACHINES`."""
+    machine.require_cpus()
+    made = _fleet(layout, machine)
+    if made.machines > MOST_MACHINES:
+        most = MOST_MACHINES // made.hosts * made.replicas_a_group
+        fewer = f"replicas={most} or fewer, or " if most else ""
+        raise LayoutError(
+            f"replicas={layout.replicas} on machines of {machine.slots} slots take {made.machines:,} machines, more than "
+            f"{MOST_MACHINES:,}: use {fewer}machines with more slots"
+        )
+    return made
+
+
+def _fleet(layout: Layout, machine: Machine) -> Fleet:
+    room = machine.slots // layout.tp
+    if room == 0:
+        raise LayoutError(
+            f"tp={layout.tp} does not fit inside one machine of {machine.slots} slots, and a tp group never spans machines: "
+            f"use tp={machine.slots} or less, or machines with {layout.tp} slots"
+        )
+    bundles, of_stage = layout.world // layout.tp, layout.stage_ranks // layout.tp
+    if bundles <= room:
+        shared = min(room // bundles, layout.replicas)
+        return Fleet(machine=machine, hosts=1, groups=-(-layout.replicas // shared), replicas_a_group=shared)
+    hosts = -(-layout.pp // (room // of_stage)) if of_stage <= room else -(-bundles // room)
+    return Fleet(machine=machine, hosts=hosts, groups=layout.replicas, replicas_a_group=1)

@@ -1,0 +1,156 @@
+"""Context parallelism: which tokens a cp rank runs, which KV blocks a rank owns, and what travels between them.
+
+**Compute** is dealt zig-zag, so that the causal work is even. Twelve new tokens on ``cp=2`` are 2*cp = 4 chunks, and rank i
+runs chunks i and 3-i::
+
+    position     0  1  2 | 3  4  5 | 6  7  8 | 9 10 11
+    cp_rank      0  0  0 | 1  1  1 | 1  1  1 | 0  0  0        <- the last token is always on cp rank 0
+    keys seen   1+2+3      4+5+6     7+8+9     10+11+12       <- rank 0: 6 + 33, rank 1: 15 + 24: the same
+
+A row with fewer than 2*cp new tokens (a decode, a short chunk) is not split: every cp rank runs all of it.
+
+**Storage** is dealt by block, round robin over the ``cp * dcp`` ranks that would otherwise hold the same KV heads (the
+owners; blocks of 16 tokens, 2 owners)::
+
+    logical block        0     1     2     3     4          of a sequence of 70 tokens
+    tokens            0-15 16-31 32-47 48-63 64-69
+    owner                0     1     0     1     0          logical block j belongs to owner j % owners
+    its local index      0     0     1     1     2          the owner's own pages: blocks[owner::owners]
+
+So owners differ by at most one block, a page is one run of positions whatever the layout, and a prefix found in the cache
+lies where any sequence with that prefix expects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+
+
+def is_split(new_tokens: int, cp: int) -> bool:
+    """Whether a row is dealt over the cp ranks: it needs a token for each of the 2*cp chunks."""
+    return cp > 1 and new_tokens >= 2 * cp
+
+
+def chunks(new_tokens: int, cp: int) -> list[range]:
+    """The 2*cp chunks of a split row as ranges of its new tokens; sizes differ by at most one, the longer ones first."""
+    each, longer = divmod(new_tokens, 2 * cp)
+    sizes = (each + (chunk < longer) for chunk in range(2 * cp))
+    return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def zigzag(new_tokens: int, cp: int) -> list[tuple[range, range]]:
+    """The two chunks of each cp rank: i and 2*cp-1-i. Every rank is within one token of ``new_tokens / cp``."""
+    dealt = chunks(new_tokens, cp)
+    return [(dealt[rank], dealt[-1 - rank]) for rank in range(cp)]
+
+
+def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:
+    """True positions that a cp rank runs of a row with the new tokens ``[start, start + count)``, as contiguous ranges."""
+    if not is_split(count, cp):
+        return (range(start, start + count),)
+    return tuple(range(start + chunk.start, start + chunk.stop) for chunk in zigzag(count, cp)[cp_rank])
+
+
+def restored_order(rows: Sequence[int], cp: int) -> list[int]:
+    """Where each new token of a step is found once the ranks' tokens are joined in rank order.
+
+    `rows`: new tokens of each row. Of a row that every rank runs, the copy of rank 0 is taken.
+    """
+    order: dict[tuple[int, int], int] = {}
+    joined = 0
+    for rank in range(cp):
+        for row, count in enumerate(rows):
+            for token in (token for span in spans(0, count, cp, rank) for token in span):
+                order.setdefault((row, token), joined)
+                joined += 1
+    return [order[row, token] for row, count in enumerate(rows) for token in range(count)]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The share of one owner in every sequence's KV blocks."""
+
+    owners: int
+    owner: int
+    block_size: int
+
+    def length(self, tokens: int) -> int:
+        """How many of a sequence's first `tokens` tokens are this owner's."""
+        blocks, rest = divmod(tokens, self.block_size)
+        full = (blocks - self.owner + self.owners - 1) // self.owners
+        return full * self.block_size + (rest if blocks % self.owners == self.owner else 0)
+
+    def positions(self, tokens: int) -> NDArray[np.int64]:
+        """The true positions, ascending, of this owner's among a sequence's first `tokens` tokens."""
+        local = np.arange(self.length(tokens), dtype=np.int64)
+        return (local // self.block_size * self.owners + self.owner) * self.block_size + local % self.block_size
+
+    def blocks(self, table: list[int]) -> list[int]:
+        """This owner's blocks of a sequence's whole block table."""
+        return table[self.owner :: self.owners]
+
+    def slot(self, position: int, blocks: list[int]) -> int:
+        """The cache slot of a position, given this owner's blocks of the sequence; -1 where it is another owner's."""
+        block = position // self.block_size
+        if block % self.owners != self.owner:
+            return -1
+        return blocks[block // self.owners] * self.block_size + position % self.block_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: in which lane, and among those that share a sequence there (cp, and dcp inside its tp group)."""
+
+    block_size: int
+    cp: int = 1
+    cp_rank: int = 0
+    dcp: int = 1
+    dcp_rank: int = 0
+    lane: int = 0
+    lanes: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout, at: Coords, block_size: int) -> Place:
+        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp, at.attn_dp, layout.attn_dp)
+
+    def ownership(self, cp_rank: int | None = None) -> Ownership:
+        """What this rank keeps, or the one of `cp_rank` beside it."""
+        cp = self.cp_rank if cp_rank is None else cp_rank
+        return Ownership(self.cp * self.dcp, cp * self.dcp + self.dcp_rank, self.block_size)
+
+    def spans(self, start: int, count: int, cp_rank: int | None = None) -> tuple[range, ...]:
+        """`spans` of this rank, or of the one of `cp_rank` beside it."""
+        return spans(start, count, self.cp, self.cp_rank if cp_rank is None else cp_rank)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a transfer can hide behind: a rank's arithmetic (FLOP/s), and its bandwidth to the next rank (bytes/s)."""
+
+    flops: float
+    bytes_per_s: float
+    element_bytes: int = 2
+
+
+def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overlap: Overlap | None = None) -> bool:
+    """Whether the cached keys and values of a split row travel to its queries (else the queries travel to them).
+
+    The rule of Yang et al. 2024 (arXiv 2411.01783): the KV travels where it is no larger than the queries,
+    ``new / (new + cached) >= 2 kv_heads / q_heads``, or where there is enough arithmetic to hide it behind,
+    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that travel come back as outputs,
+    which nothing hides: without overlap (CPU) they count twice, and the limit is ``kv_heads / q_heads``. There only their
+    proportion counts: any weights of queries and keys will do (`placement.ownership.context_heads.weights`).
+    """
+    share = new / (new + cached)
+    if overlap is None:
+        return share >= kv_heads / q_heads
+    hidden_from = cp * overlap.flops * kv_heads * overlap.element_bytes / (2 * q_heads * overlap.bytes_per_s)
+    return share >= 2 * kv_heads / q_heads or new >= hidden_from

@@ -1,0 +1,189 @@
+"""The hand-off map: which rank of one layout sends which part of a sequence's KV cache to which rank of another.
+
+Both sides hold one model under any two layouts; who keeps what is read from `placement.ownership.shards` (layers, KV heads) and
+`placement.ownership.context` (positions). Prefill ``tp=2`` to decode ``pp=2`` for a model with 3 KV heads and 4 layers::
+
+    source                     layers 0-1                layers 2-3
+      rank 0  heads 0 1        -> rank 0  (heads 0 1)    -> rank 1  (heads 0 1)
+      rank 1  head  2          -> rank 0  (head  2)      -> rank 1  (head  2)
+
+A destination gets each (layer, head, position) that it keeps exactly once, from one source. Where several sources keep the
+same (more tp ranks than KV heads; latents under any tp), they share the work layer by layer: each serves the destination of
+its own rank first, as far as its even share goes, and the rest is dealt in order. One head, four sources, two destinations::
+
+    one KV head, 8 layers     prefill tp=4                          decode pp=2
+                              rank 0: layers 0-1 -> rank 0          rank 0  layers 0-3
+                              rank 1: layers 4-5 -> rank 1          rank 1  layers 4-7
+                              rank 2: layers 2-3 -> rank 0
+                              rank 3: layers 6-7 -> rank 1
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from placement.cost.memory import BLOCK_TOKENS
+from placement.layout.layout import Layout
+from placement.layout.mesh import coords
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import DTYPE_BYTES, DType, ModelError, ModelSpec
+from placement.ownership.context import Ownership, Place
+from placement.ownership.handoff_positions import Positions, shared
+from placement.ownership.shards import shard
+
+
+@dataclass(frozen=True)
+class Side:
+    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the lane of the sequence."""
+
+    layout: Layout
+    page_tokens: int = BLOCK_TOKENS
+    lane: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lane < self.layout.attn_dp:
+            raise ValueError(f"lane {self.lane} is not one of the {self.layout.attn_dp} lanes (attn_dp) of {self.layout}")
+        if self.page_tokens < 1:
+            raise ValueError(f"page_tokens={self.page_tokens}: a page holds at least one token")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank of a side keeps of every sequence of its lane. `kv_heads` of latents is the one they count as."""
+
+    world_rank: int
+    layers: range
+    kv_heads: range
+    ownership: Ownership
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What one rank sends to another: every one of `kv_heads` in every one of `layers` at all of `positions`."""
+
+    source: int
+    destination: int
+    layers: range
+    kv_heads: range
+    positions: Positions
+
+    def within(self, layers: range, positions: range) -> Copy | None:
+        """The part of it in a range of layers and a chunk of positions; None: nothing."""
+        part = replace(self, layers=_overlap(self.layers, layers), positions=self.positions.within(positions))
+        return part if part.layers and len(part.positions) else None
+
+    def num_bytes(self, spec: ModelSpec, dtype: DType) -> int:
+        """Bytes that it moves."""
+        return len(self.layers) * len(self.kv_heads) * len(self.positions) * head_bytes(spec, dtype)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What one destination keeps of what one set of replicas keeps."""
+
+    world_rank: int
+    layers: range
+    kv_heads: range
+    positions: Positions
+
+    @property
+    def weight(self) -> int:
+        """How much one layer of it moves."""
+        return len(self.kv_heads) * len(self.positions)
+
+
+def head_bytes(spec: ModelSpec, dtype: DType) -> int:
+    """Bytes of one KV head of one token in one layer, K and V (or the latent) together."""
+    return spec.kv_planes * spec.kv_dim * DTYPE_BYTES[dtype]
+
+
+def sequence_bytes(spec: ModelSpec, tokens: int, dtype: DType) -> int:
+    """Bytes of the KV cache of a sequence, each counted once however many ranks keep it."""
+    return tokens * spec.num_layers * spec.num_kv_heads * head_bytes(spec, dtype)
+
+
+def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
+    """What each rank of the side's lane keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
+    if len(spec.kinds) > 1 or spec.value_dim is not None:
+        raise ModelError(
+            f"{spec.family}: handing KV over is not built yet for models whose layers have unlike heads, or values of another "
+            f"size than keys (here {', '.join(map(_heads_text, spec.kinds))}): serve them from one pool, without tiers"
+        )
+    found = []
+    for rank in range(side.layout.world):
+        at = coords(side.layout, rank)
+        if at.attn_dp == side.lane:
+            own, place = shard(spec, side.layout, at), Place.of(side.layout, at, side.page_tokens)
+            found.append(Holding(rank, own.layers, own.kv_heads, place.ownership()))
+    return found
+
+
+def _heads_text(kind: AttentionKind) -> str:
+    return f"{kind.label}{kind.num_kv_heads} KV heads, keys of {kind.key_dim} and values of {kind.value_dim}"
+
+
+def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) -> list[Copy]:
+    """The copies that give the destination `positions` of a sequence, ordered by destination, then by what is copied.
+
+    Both layouts must have passed `layout.check` for `spec`. The map of a chunk is cut from that of the whole prompt with
+    `Copy.within`, so that who sends what does not change from chunk to chunk.
+    """
+    replicas: dict[tuple[range, range, Ownership], list[int]] = {}
+    for held in holdings(spec, source):
+        replicas.setdefault((held.layers, held.kv_heads, held.ownership), []).append(held.world_rank)
+    needed = holdings(spec, destination)
+    copies = [
+        Copy(rank, need.world_rank, layers, need.kv_heads, need.positions)
+        for (layers, heads, ownership), ranks in replicas.items()
+        for rank, need, layers in _dealt(list(_needs(layers, heads, ownership, needed, positions)), ranks)
+    ]
+    return sorted(copies, key=lambda copy: (copy.destination, copy.layers.start, copy.kv_heads.start, copy.source))
+
+
+def _needs(layers: range, heads: range, kept: Ownership, needed: Sequence[Holding], window: range) -> Iterator[_Need]:
+    for held in needed:
+        both = _overlap(layers, held.layers), _overlap(heads, held.kv_heads)
+        need = _Need(held.world_rank, *both, shared(kept, held.ownership, window))
+        if need.layers and need.weight:
+            yield need
+
+
+def _dealt(needs: Sequence[_Need], ranks: Sequence[int]) -> Iterator[tuple[int, _Need, range]]:
+    """Each need's layers dealt over `ranks`, which keep the same: loads are within a layer of even.
+
+    A rank first takes layers of the destination of its own number, up to its share; the others fill what room is left.
+    """
+    units = [(need, layer) for need in needs for layer in need.layers]
+    total, loads, owner = sum(need.weight for need, _ in units), dict.fromkeys(ranks, 0), dict[int, int]()
+    for index, (need, _) in enumerate(units):
+        own = need.world_rank
+        if own in loads and len(ranks) * (2 * loads[own] + need.weight) <= 2 * total:
+            owner[index] = own
+            loads[own] += need.weight
+    rest = [index for index in range(len(units)) if index not in owner]
+    room = list(accumulate(max(0, total - len(ranks) * load) for load in loads.values()))
+    left, before = sum(units[index][0].weight for index in rest), 0
+    for index in rest:
+        weight = units[index][0].weight
+        middle = (2 * before + weight) * room[-1]  # in the measure of `room` this is middle / (2 * left)
+        owner[index] = ranks[bisect_right(room, middle // (2 * left))]
+        before += weight
+    yield from _joined(units, owner)
+
+
+def _joined(units: Sequence[tuple[_Need, int]], owner: dict[int, int]) -> Iterator[tuple[int, _Need, range]]:
+    """Neighbouring layers of one need from one rank, as one range."""
+    start = 0
+    for index, (need, layer) in enumerate(units):
+        following = units[index + 1][0] if index + 1 < len(units) else None
+        if following is not need or owner[index + 1] != owner[index]:
+            yield owner[index], need, range(units[start][1], layer + 1)
+            start = index + 1
+
+
+def _overlap(one: range, other: range) -> range:
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))

@@ -1,0 +1,336 @@
+"""Who owns which slice of the model: the single source of truth for ownership.
+
+Weight loading, KV size, memory estimates, transfers and pictures read this file; nobody re-derives a slice.
+
+SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
+
+                 tp_rank 0                tp_rank 1
+    KV groups    [0 1]  (6 q heads)       [2]  (3 q heads)
+    MLP columns  [0 .. 704)               [704 .. 1536)   <- the rank short of attention work gets more MLP
+    vocabulary   [0 .. 24576)             [24576 .. 49152)
+
+The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
+always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
+its query heads are dealt over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents. Layers of
+unlike heads (`placement.model.attention_kind`) are dealt kind by kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from placement.experts.expert_map import ExpertMap, map_of
+from placement.layout.layout import Layout
+from placement.layout.lm_head import is_over_stage
+from placement.layout.mesh import Coords, moe_coords, world_rank
+from placement.layout.partition import Shares, deal, level, split_hands
+from placement.layout.stages import partition
+from placement.model.attention_kind import AttentionKind
+from placement.model.moe_spec import MoESpec
+from placement.model.spec import ModelSpec
+from placement.ownership.expert_slices import expert_layer
+from placement.ownership.latent_slices import head_elements, latent_attention
+from placement.ownership.weight_slices import Parameter, fused, inputs, of_heads, rows, whole
+
+NORMS: dict[str, dict[str, str]] = {
+    "pre": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "post": {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "sandwich": {
+        "input_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "sandwich_glm": {
+        "input_norm": "input_layernorm",
+        "attn_out_norm": "post_self_attn_layernorm",
+        "post_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+    },
+}
+"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layer.Layer`) and the checkpoint's."""
+
+_BLOCKS = (64, 32, 16, 8, 4, 2, 1)
+"""Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds. Ranges index the whole model; `vocab`, of the embedding, and `head_vocab` may reach past
+    ``vocab_size`` into padding rows."""
+
+    layers: range
+    heads: tuple[tuple[range, range], ...]
+    """(query heads, KV heads) in layers of each kind, in the order of `ModelSpec.kinds`."""
+    columns: range
+    vocab: range
+    head_vocab: range
+    first_stage: bool
+    last_stage: bool
+    expert_map: ExpertMap | None = None
+    """Which expert every slot of every rank has at first, the same in each layer with experts."""
+    expert_slots: range = range(0)
+    """The slots of this rank."""
+    expert_columns: range = range(0)
+    """Columns of each of these experts."""
+    shared_columns: range = range(0)
+    """Columns of the shared expert."""
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The expert in each of this rank's slots."""
+        placed = self.expert_map
+        return () if placed is None else placed.experts[0][self.expert_slots.start : self.expert_slots.stop]
+
+    @property
+    def q_heads(self) -> range:
+        """Query heads in layers of the first kind; most models have no other."""
+        return self.heads[0][0]
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads there."""
+        return self.heads[0][1]
+
+
+def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
+    """The shard of the rank at `at`. The layout must have passed `layout.check`."""
+    first = sum(stage_layers(spec, layout)[: at.pp])
+    shares = layout.tp_shares
+    return Shard(
+        layers=range(first, first + stage_layers(spec, layout)[at.pp]),
+        heads=tuple(heads(kind, layout.tp, shares)[at.tp] for kind in spec.kinds),
+        columns=columns(spec, layout.tp, shares)[at.tp],
+        vocab=vocabulary(spec, layout.tp, shares)[at.tp],
+        head_vocab=head_vocabulary(spec, layout)[at.attn_dp * layout.tp + at.tp],
+        first_stage=at.pp == 0,
+        last_stage=at.pp == layout.pp - 1,
+        **_experts(spec, layout, at),
+    )
+
+
+def _experts(spec: ModelSpec, layout: Layout, at: Coords) -> dict[str, Any]:
+    """The expert fields of a shard."""
+    if spec.moe is None:
+        return {}
+    seen = moe_coords(layout, world_rank(layout, at))
+    placed = map_of(spec.moe, layout)
+    return {
+        "expert_map": placed,
+        "expert_slots": placed.ranges[seen.ep],
+        "expert_columns": expert_columns(spec, spec.moe, layout)[seen.moe_tp],
+        "shared_columns": shared_columns(spec, spec.moe, layout)[at.tp],
+    }
+
+
+def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Number of layers of each pipeline stage: as given by hand, else so that the largest stage is as small as it can be
+    (`placement.layout.stages`), counting the head with the last and the embedding with the first."""
+    if layout.stage_layers is not None:
+        return layout.stage_layers
+    vocabulary_elements = spec.vocab_size * spec.hidden_size
+    of_head = vocabulary_elements // (layout.attn_dp if is_over_stage(spec, layout) else 1)
+    return partition(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=of_head)
+
+
+@lru_cache(maxsize=16)
+def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
+    """Weight elements of each layer."""
+    everything = whole_model(spec)
+    return tuple(
+        sum(_product(parameter.shape) for parameter in _layer(spec, everything, layer)) for layer in range(spec.num_layers)
+    )
+
+
+def whole_model(spec: ModelSpec) -> Shard:
+    """All of the model on one rank."""
+    return Shard(
+        layers=range(spec.num_layers),
+        heads=tuple((range(kind.num_heads), range(kind.num_kv_heads)) for kind in spec.kinds),
+        columns=range(spec.intermediate_size),
+        vocab=range(spec.vocab_size),
+        head_vocab=range(spec.vocab_size),
+        first_stage=True,
+        last_stage=True,
+        **_experts(spec, Layout(), Coords(0, 0, 0, 0)),
+    )
+
+
+def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
+    """(query heads, KV heads) of each tp rank in layers of a kind (of a model: its first). Both are contiguous; every query
+    head's KV head is on its rank.
+
+    By `shares` where they are given: whole KV groups, or where there are more ranks than those, the heads of each group.
+    """
+    per_kv = kind.queries_per_kv
+    if tp <= kind.num_kv_heads:
+        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(kind.num_kv_heads, tp, shares)]
+    return [
+        (range(kv * per_kv + part.start, kv * per_kv + part.stop), range(kv, kv + 1))
+        for kv, holders in enumerate(split_hands(per_kv, kind.num_kv_heads, tp, shares))
+        for part in deal(per_kv, len(holders), shares and shares[holders.start : holders.stop])
+    ]
+
+
+def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
+    """MLP columns of each tp rank, dealt so that attention and MLP weights together follow the shares (or are even) as
+    nearly as they can: a rank that got more heads than its due gets fewer columns."""
+    return _leveled(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
+
+
+def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
+    """Columns of each expert on each moe_tp rank.
+
+    Where these are the ranks of a tp group they are dealt as `columns` are, a token going through `top_k` experts. Else a rank
+    shares out its experts with others than its attention, and they are dealt evenly.
+    """
+    if not _expert_ranks_are_tp_ranks(layout):
+        return _leveled(spec, moe.expert_size, moe.top_k, [0] * layout.moe_tp, None)
+    already = _attention_elements(spec, layout.tp, layout.tp_shares)
+    return _leveled(spec, moe.expert_size, moe.top_k, already, layout.tp_shares)
+
+
+def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
+    """Columns of the shared expert on each tp rank: what attention and the experts leave uneven, they even out."""
+    tp, shares = layout.tp, layout.tp_shares
+    if not moe.shared_size:
+        return [range(0)] * tp
+    already = _attention_elements(spec, tp, shares)
+    if _expert_ranks_are_tp_ranks(layout):
+        routed = (3 * spec.hidden_size * moe.top_k * len(hand) for hand in expert_columns(spec, moe, layout))
+        already = list(map(sum, zip(already, routed, strict=True)))
+    return _leveled(spec, moe.shared_size, 1, already, shares)
+
+
+def _expert_ranks_are_tp_ranks(layout: Layout) -> bool:
+    """Both axes are innermost in their grid, so groups of one size are the same groups."""
+    return layout.moe_tp == layout.tp
+
+
+def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
+    """Weight elements of a layer's attention on each tp rank; the mean over the layers, where they are of several kinds."""
+    if spec.mla is not None:  # those that differ from rank to rank
+        return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
+    layers = Counter(map(spec.kind_of, range(spec.num_layers)))
+    dealt = [(heads(kind, tp, shares), layers[at] * kind.kept_dim * spec.hidden_size) for at, kind in enumerate(spec.kinds)]
+    return [sum(sum(map(len, hands[rank])) * each for hands, each in dealt) // spec.num_layers for rank in range(tp)]
+
+
+def _leveled(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
+    """Columns of a gated MLP, whose three matrices a token meets `times` times."""
+    block = _block(width, len(already))
+    return level(width // block, block, already, 3 * spec.hidden_size * times, shares)
+
+
+def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
+    """Vocabulary rows of the embedding on each tp rank. Together they cover the padded size."""
+    block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
+    blocks = deal(-(-spec.vocab_size // block), tp, shares)
+    return [range(hand.start * block, hand.stop * block) for hand in blocks]
+
+
+def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
+    """Vocabulary rows of the head on the ranks of a stage, lane after lane: those of the embedding, or dealt over all lanes."""
+    if not is_over_stage(spec, layout):
+        return vocabulary(spec, layout.tp, layout.tp_shares) * layout.attn_dp
+    return vocabulary(spec, layout.attn_dp * layout.tp, layout.tp_shares and layout.tp_shares * layout.attn_dp)
+
+
+def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
+    """Every parameter of one rank, in the order of the forward pass."""
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    if own.first_stage:
+        yield rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
+    for layer in own.layers:
+        yield from _layer(spec, own, layer)
+    if own.last_stage:
+        yield whole("norm.weight", "model.norm.weight", hidden)
+        if not spec.tie_embeddings:
+            yield rows("head.weight", hidden, ("lm_head.weight", vocab, own.head_vocab))
+        elif not own.first_stage:
+            yield rows("head.weight", hidden, ("model.embed_tokens.weight", vocab, own.head_vocab))
+
+
+def weight_elements(spec: ModelSpec, own: Shard) -> int:
+    """Number of weight elements a rank holds, padding included."""
+    return sum(_product(parameter.shape) for parameter in parameters(spec, own))
+
+
+def _layer(spec: ModelSpec, own: Shard, layer: int) -> Iterator[Parameter]:
+    here, there, moe = f"layers.{layer}", f"model.layers.{layer}", spec.moe_of(layer)
+    yield from _norms(spec, here, there, "input_norm")
+    kind = spec.kind_of(layer)
+    yield from _attention(spec, spec.kinds[kind], *own.heads[kind], f"{here}.attn", f"{there}.self_attn")
+    if spec.has_sinks(layer):
+        source = (f"{there}.self_attn.{spec.sinks_name}", spec.num_heads, own.heads[kind][0])
+        yield replace(rows(f"{here}.attn.sinks", None, source), fp32=True)
+    yield from _norms(spec, here, there, "attn_out_norm", "post_norm")
+    if moe is None:
+        yield from _mlp(spec, own, f"{here}.mlp", f"{there}.mlp")
+    else:
+        yield from expert_layer(spec, moe, own, here, there)
+    yield from _norms(spec, here, there, "mlp_out_norm")
+
+
+def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Parameter]:
+    """Those of the norms `names` that this model's layers have."""
+    sources = NORMS[spec.norms]
+    for name in names:
+        if name in sources:
+            yield whole(f"{here}.{name}.weight", f"{there}.{sources[name]}.weight", spec.hidden_size)
+
+
+def _attention(
+    spec: ModelSpec, kind: AttentionKind, q_heads: range, kv_heads: range, here: str, there: str
+) -> Iterator[Parameter]:
+    """Of a layer of a kind, on a rank with these of its heads."""
+    if spec.mla is not None:
+        yield from latent_attention(spec, spec.mla, q_heads, here, there)
+        return
+    hidden, dim, value_dim = spec.hidden_size, kind.key_dim, kind.value_dim
+    q_width, q_rows = kind.num_heads * dim, of_heads(q_heads, dim)
+    k_width, k_rows = kind.num_kv_heads * dim, of_heads(kv_heads, dim)
+    v_segment = ("v_proj", kind.num_kv_heads * value_dim, of_heads(kv_heads, value_dim))
+    qkv = [("q_proj", q_width, q_rows), ("k_proj", k_width, k_rows), v_segment]
+    qkv = fused("qkv_proj", qkv) if spec.fused_qkv else qkv
+    yield rows(f"{here}.qkv.weight", hidden, *((f"{there}.{name}.weight", size, take) for name, size, take in qkv))
+    if spec.qkv_bias:
+        yield rows(f"{here}.qkv.bias", None, *((f"{there}.{name}.bias", size, take) for name, size, take in qkv))
+    if spec.qk_norm == "head":
+        yield whole(f"{here}.q_norm.weight", f"{there}.q_norm.weight", dim)
+        yield whole(f"{here}.k_norm.weight", f"{there}.k_norm.weight", dim)
+    if spec.qk_norm == "width":
+        yield rows(f"{here}.q_norm.weight", None, (f"{there}.q_norm.weight", q_width, q_rows))
+        yield rows(f"{here}.k_norm.weight", None, (f"{there}.k_norm.weight", k_width, k_rows))
+    out_width, out_columns = kind.num_heads * value_dim, of_heads(q_heads, value_dim)
+    yield inputs(f"{here}.o.weight", f"{there}.o_proj.weight", hidden, out_width, out_columns)
+    if spec.o_bias:
+        yield whole(f"{here}.o.bias", f"{there}.o_proj.bias", hidden)
+
+
+def _mlp(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    gate_up = [("gate_proj", wide, own.columns), ("up_proj", wide, own.columns)]
+    gate_up = fused("gate_up_proj", gate_up) if spec.fused_gate_up else gate_up
+    yield rows(f"{here}.gate_up.weight", hidden, *((f"{there}.{name}.weight", size, take) for name, size, take in gate_up))
+    if spec.mlp_bias:
+        yield rows(f"{here}.gate_up.bias", None, *((f"{there}.{name}.bias", size, take) for name, size, take in gate_up))
+    yield inputs(f"{here}.down.weight", f"{there}.down_proj.weight", hidden, wide, own.columns)
+    if spec.mlp_bias:
+        yield whole(f"{here}.down.bias", f"{there}.down_proj.bias", hidden)
+
+
+def _block(total: int, hands: int) -> int:
+    """Largest block that divides `total` and leaves every hand at least eight on average; 1 if none does."""
+    return next((size for size in _BLOCKS if total % size == 0 and total // size >= 8 * hands), 1)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
