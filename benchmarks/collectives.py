@@ -19,11 +19,11 @@ from multiprocessing.queues import Queue
 import torch
 from torch import Tensor
 
-from actors.model.group import Group
-from actors.model.groups.rendezvous import join_store, serve_store
-from actors.model.groups.shared_memory import SharedMemoryGroup, shared_memory_works
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.groups.torch_group import TorchGroup
+from actors.groups.distributed.rendezvous import join_store, serve_store
+from actors.groups.distributed.torch_group import TorchGroup
+from actors.groups.group import Group
+from actors.groups.shared_memory.shared_memory import SharedMemoryGroup, shared_memory_works
+from actors.groups.thread import run_ranks, thread_groups
 
 KIB = 1024
 SIZES = (1 * KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB)

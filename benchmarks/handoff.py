@@ -26,10 +26,10 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from actors.config import RankConfig
-from actors.engine.config import EngineConfig, Pool
+from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.engine import Engine
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.rank_config import RankConfig
 from placement.checkpoint import header
 from placement.layout.layout import Layout
 from serve_app.catalog import resolve
@@ -117,7 +117,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
     """One engine and its ranks, until the pipe is closed."""
     import torch
 
-    from actors.threads import ThreadRanks
+    from actors.rank.threads import ThreadRanks
 
     torch.set_num_threads(1)
     path = resolve("smollm2-135m").path

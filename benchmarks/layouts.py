@@ -21,7 +21,7 @@ import collectives
 from rich.console import Console
 from rich.table import Table
 
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
 from placement.layout.layout import Layout

@@ -26,15 +26,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from actors.engine.balancing import Balancing, ExpertBalancer
-from actors.messages import StepPlan
-from actors.model.group import Group
-from actors.model.groups.shared_memory import SharedMemoryGroup
-from actors.model.groups.solo import SoloGroup
+from actors.groups.group import Group
+from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
+from actors.groups.solo import SoloGroup
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.build import mixture
 from actors.model.moe.exchanges import ExchangesByRule
 from actors.model.moe.keeper import ExpertKeeper
-from actors.model.regions import Regions
+from actors.model.step.regions import Regions
+from actors.wire.messages import StepPlan
 from placement.cost import expert_modes
 from placement.experts.expert_map import balancedness, bound
 from placement.layout import mesh

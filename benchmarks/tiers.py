@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster.local import connect
 from cluster.replica import Replica
 from placement.cost import memory

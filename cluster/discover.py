@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import ray
 
-from actors.config import Device
+from actors.wire.rank_config import Device
 from cluster import topology
 from placement.nodes.hardware import ClusterSpec
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
+from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
 from cluster.local import NAMESPACE
 from cluster.rank_actor import RankActor
 from cluster.seats import Seats

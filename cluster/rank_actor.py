@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util import get_node_ip_address
 
-from actors.config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
+from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
 from placement.layout.mesh import coords
 
 if TYPE_CHECKING:
-    from actors.rank import Rank
+    from actors.rank.rank import Rank
 
 
 class RankActor:
     """Holds a `Rank`. It is imported here, in the actor's process: whoever creates the actor needs no torch."""
 
     def __init__(self, config: RankConfig) -> None:
-        from actors.rank import Rank
+        from actors.rank.rank import Rank
 
         self._config = config
         self._rank: Rank = Rank(config)

@@ -17,12 +17,12 @@ import ray
 from ray.util import get_node_ip_address
 
 from actors.engine.balancing import Balancing
-from actors.engine.config import EngineConfig, Pool
+from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.engine import Engine
+from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
+from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.engine.refusal import RequestRefused
-from actors.engine.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
-from actors.engine.zmq_link import ZmqEngineLink
-from actors.messages import GenerateRequest, TokenEvent
+from actors.wire.messages import GenerateRequest, TokenEvent
 from cluster import launch, seats
 from cluster.roles import Duty, DutyReport, Role, Work
 from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from actors.engine.refusal import RequestRefused
-from actors.messages import GenerateRequest
+from actors.wire.messages import GenerateRequest
 
 
 class Work(StrEnum):

@@ -18,7 +18,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from actors.config import Device
+from actors.wire.rank_config import Device
 from cluster.discover import available, discover
 from cluster.local import NAMESPACE
 from cluster.settings import ReplicaSettings

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.config import Device
 from actors.engine.balancing import USUAL_INTERVAL
+from actors.wire.rank_config import Device
 from cluster.roles import Role
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from pydantic import BaseModel, ConfigDict
 
-from actors.config import RankReport
+from actors.wire.rank_config import RankReport
 from cluster.discover import discover
 from cluster.launch import rank_reports
 from cluster.roles import DutyReport

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from actors.engine.config import Tiering
-from actors.tiers.piece import Form
-from actors.tiers.settings import TierSettings
-from actors.tiers.tree import own_folder
+from actors.engine.config.engine_config import Tiering
+from actors.kv_offload.piece import Form
+from actors.kv_offload.tree import own_folder
+from actors.wire.tier_settings import TierSettings
 from cluster.settings import ReplicaSettings
 from placement.cost import memory
 from placement.model.digest import model_digest

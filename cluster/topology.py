@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actors.config import Device
+from actors.wire.rank_config import Device
 from cluster.roles import Role
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import NVLINK, PCIE, Link, NodeLink, fast_domains

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from actors.addresses import INTERFACE_VARIABLE
-from actors.config import Place
+from actors.rank.addresses import INTERFACE_VARIABLE
+from actors.wire.rank_config import Place
 from cluster.seats import Seats
 
 

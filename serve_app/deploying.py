@@ -146,7 +146,7 @@ def _progress() -> Iterator[Callable[[], None]]:
     """A function that draws how far each rank's loading is, and tells what replicas wait for; ranks are found by name."""
     from ray.exceptions import RayError
 
-    from actors.config import RankStatus
+    from actors.wire.rank_config import RankStatus
     from cluster.launch import rank_statuses
     from cluster.waiting import waits
 

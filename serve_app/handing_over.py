@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 
-from actors.engine.token_stream import IngressGone, ReplyTo, TokenSender
-from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenSender
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from serve_app.asking import LOST
 from serve_app.roster import Member, Roster
 

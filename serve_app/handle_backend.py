@@ -20,8 +20,8 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
-from actors.engine.token_stream import TokenReceiver
-from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.engine.link.token_stream import TokenReceiver
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from serve_app.asking import LOST, ask_all
 from serve_app.backend import BackendRefused, Health
 

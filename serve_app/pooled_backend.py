@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.messages import GenerateRequest, KVTicket, SamplingParams
+from actors.wire.messages import GenerateRequest, KVTicket, SamplingParams
 from cluster.roles import DutyReport, Role, Work
 from serve_app import role_change
 from serve_app.backend import BackendRefused, Health

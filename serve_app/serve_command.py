@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from actors.tiers.tree import DirectoryError, own_folder
+from actors.kv_offload.tree import DirectoryError, own_folder
 from cluster import local
 from cluster.settings import DEFAULT_CONTEXT
 from cluster.watch import ClusterWatch, end_descendants

@@ -20,8 +20,8 @@ from serve_app.settings import compute_dtype
 from serve_app.text.model_files import read_text_files
 
 if TYPE_CHECKING:
-    from actors.config import RankConfig
     from actors.verify.report import CaseReport, Departure, Report
+    from actors.wire.rank_config import RankConfig
 
 _TOKENS = 64
 _GENERATE = 6
@@ -60,7 +60,7 @@ def run_verify(args: VerifyArgs, *, as_json: bool) -> None:
 
 
 def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
-    from actors.config import RankConfig
+    from actors.wire.rank_config import RankConfig
 
     spec = header.read(files.path)
     layout = Layout.parse(args.layout)

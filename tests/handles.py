@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actors.engine.token_stream import ReplyTo
-from actors.messages import GenerateRequest
+from actors.engine.link.token_stream import ReplyTo
+from actors.wire.messages import GenerateRequest
 from cluster.roles import Duty, DutyReport, Role
 
 Answer = Callable[[GenerateRequest, ReplyTo, str], Any]

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 import torch
 
-from actors.assembly import DTYPES, Parts, load_decoder
-from actors.config import RankConfig
-from actors.engine.config import EngineConfig
+from actors.engine.config.engine_config import EngineConfig
 from actors.engine.engine import Engine
-from actors.engine.zmq_link import ZmqEngineLink, ZmqRankLink
-from actors.messages import GenerateRequest, TokenEvent
+from actors.engine.link.zmq_link import ZmqEngineLink, ZmqRankLink
+from actors.groups.solo import SoloGroup
 from actors.model.decoder import Decoder
-from actors.model.groups.solo import SoloGroup
-from actors.threads import start_ranks
+from actors.rank.assembly import DTYPES, Parts, load_decoder
+from actors.rank.threads import start_ranks
+from actors.wire.messages import GenerateRequest, TokenEvent
+from actors.wire.rank_config import RankConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import DType

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
-from actors.threads import ThreadRanks
+from actors.rank.threads import ThreadRanks
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_decoder import Schedule

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgpack
 
-from actors.engine import outgoing, reservations
-from actors.engine.outgoing import Outgoing
+from actors.engine.disaggregation import outgoing, reservations
+from actors.engine.disaggregation.outgoing import Outgoing
+from actors.engine.disaggregation.reservations import Reservation
 from actors.engine.refusal import EngineBusy
-from actors.engine.reservations import Reservation
 from actors.engine.scheduler import Scheduler
-from actors.engine.sequence import Sequence
-from actors.messages import GenerateRequest, KVReader, KVReport, KVTicket, TokenEvent
-from actors.transfer.local import LocalTransfer, LocalTransport, Switchboard
-from actors.transfer.transport import Ranges, TransferError
+from actors.engine.sequences.sequence import Sequence
+from actors.kv_transfer.local import LocalTransfer, LocalTransport, Switchboard
+from actors.kv_transfer.transport import Ranges, TransferError
+from actors.wire.messages import GenerateRequest, KVReader, KVReport, KVTicket, TokenEvent
 from tests.inprocess import InProcess
 from tests.pools import Lost, Pools
 

@@ -1,6 +1,6 @@
 """A prefill and a decode replica in one process, with unlike layouts, and an ingress that goes between them.
 
-Real engines, ranks and couriers; bytes go over `actors.transfer.local`.
+Real engines, ranks and couriers; bytes go over `actors.kv_transfer.local`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 
 import torch
 
-from actors.assembly import Parts
-from actors.engine.config import EngineConfig, Pool
+from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.refusal import RequestRefused
-from actors.messages import GenerateRequest, KVTicket, TokenEvent
-from actors.tiers.librarian import Librarian
-from actors.transfer.courier import Courier
-from actors.transfer.local import LocalTransport, Switchboard
-from actors.transfer.transport import Transport
+from actors.kv_offload.librarian import Librarian
+from actors.kv_transfer.courier import Courier
+from actors.kv_transfer.local import LocalTransport, Switchboard
+from actors.kv_transfer.transport import Transport
+from actors.rank.assembly import Parts
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel

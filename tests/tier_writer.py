@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from actors.tiers.directory import DirectoryTier
-from actors.tiers.piece import Form, Piece
+from actors.kv_offload.directory import DirectoryTier
+from actors.kv_offload.piece import Form, Piece
 
 WHOLE = Piece(range(4), range(3), range(16))
 FORM = Form("a" * 64, "float32", 2, 8, 16)

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.model.attention import AttentionBackend
-from actors.model.attention_cpu import CpuAttention
-from actors.model.batch import Batch
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.checkpoint.load import landing
 from actors.model.decoder import Decoder
-from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.kv_caches import KVCaches
+from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.local import choose_latent
+from actors.model.step.batch import Batch
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.model.spec import ModelSpec

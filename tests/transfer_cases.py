@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from actors.model.kv_cache import KVCache
-from actors.transfer.compatibility import Compatibility
-from actors.transfer.endpoint import KVEndpoint, Place, Sending
-from actors.transfer.nixl_transport import NixlTransport
-from actors.transfer.transport import Transport
+from actors.kv_transfer.compatibility import Compatibility
+from actors.kv_transfer.endpoint import KVEndpoint, Place, Sending
+from actors.kv_transfer.nixl_transport import NixlTransport
+from actors.kv_transfer.transport import Transport
+from actors.model.kv.kv_cache import KVCache
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership.handoff import Copy, Holding, Side, handoff, holdings

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from actors.assembly import Parts
+from actors.rank.assembly import Parts
 from actors.verify.cases import KINDS
 from actors.verify.ranks import WatchedThreads
 from actors.verify.report import Report

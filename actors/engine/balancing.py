@@ -19,8 +19,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from actors.engine.stats import ExpertStats
-from actors.messages import ExpertMove, ExpertReport, StepPlan
+from actors.engine.config.stats import ExpertStats
+from actors.wire.messages import ExpertMove, ExpertReport, StepPlan
 from placement.experts.expert_map import ExpertMap, map_of
 from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch
 from placement.layout import mesh

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from actors.engine.config import EngineConfig
-from actors.engine.deliveries import Deliver
-from actors.engine.link import RankLink
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.config.stats import EngineStats
+from actors.engine.link.link import RankLink
 from actors.engine.loop import Clock, StepLoop
 from actors.engine.refusal import EngineDown
-from actors.engine.stats import EngineStats
-from actors.messages import GenerateRequest, TokenEvent
+from actors.engine.sequences.deliveries import Deliver
+from actors.wire.messages import GenerateRequest, TokenEvent
 
 _JOIN_S = 5.0
 

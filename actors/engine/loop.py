@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Callable
 
 from actors.engine.balancing import ExpertBalancer
-from actors.engine.bubble import BubbleMeter
-from actors.engine.config import EngineConfig
-from actors.engine.deliveries import Deliver, Deliveries
-from actors.engine.link import LinkError, LinkTimeout, RankLink
+from actors.engine.batching.bubble import BubbleMeter
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.config.stats import EngineStats
+from actors.engine.link.link import LinkError, LinkTimeout, RankLink
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, check_request
 from actors.engine.scheduler import Scheduler
-from actors.engine.sequence import Sequence
-from actors.engine.stats import EngineStats
-from actors.messages import GenerateRequest, StepPlan, StepResult, TokenEvent
+from actors.engine.sequences.deliveries import Deliver, Deliveries
+from actors.engine.sequences.sequence import Sequence
+from actors.wire.messages import GenerateRequest, StepPlan, StepResult, TokenEvent
 
 _GLANCE_S = 0.1
 """How often a loop that waits for its ranks looks whether it was stopped."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest
+from actors.engine.config.engine_config import EngineConfig
+from actors.wire.messages import GenerateRequest
 
 _LARGEST_TOKEN = 2**31
 

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
-from actors.engine import answers
-from actors.engine.answers import ResultMismatch
-from actors.engine.config import EngineConfig
-from actors.engine.draft import Draft, plan_of
-from actors.engine.fairness import TenantCounters
-from actors.engine.hand_offs import HandOffs
-from actors.engine.lane import Lane, choose
-from actors.engine.reservations import Reservation
-from actors.engine.roster import Roster
-from actors.engine.sequence import Sequence, State
-from actors.engine.stats import Counts
-from actors.engine.waiting import WaitingQueue
-from actors.messages import (
+from actors.engine.batching.draft import Draft, plan_of
+from actors.engine.batching.lane import Lane, choose
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.config.stats import Counts
+from actors.engine.disaggregation.hand_offs import HandOffs
+from actors.engine.disaggregation.reservations import Reservation
+from actors.engine.sequences import answers
+from actors.engine.sequences.answers import ResultMismatch
+from actors.engine.sequences.fairness import TenantCounters
+from actors.engine.sequences.roster import Roster
+from actors.engine.sequences.sequence import Sequence, State
+from actors.engine.sequences.waiting import WaitingQueue
+from actors.wire.messages import (
     FinishReason,
     KVReport,
     PromptLogprobs,

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors.model.group import Group
+from actors.groups.group import Group
 from actors.model.latent.build import latent_attention
-from actors.model.layer import GroupedAttention, Layer, NormedAttention, ScaledValueAttention, WidthNormedAttention
-from actors.model.layers import (
+from actors.model.layers.layer import GroupedAttention, Layer, NormedAttention, ScaledValueAttention, WidthNormedAttention
+from actors.model.layers.layers import (
     ACTIVATIONS,
     CappedHead,
     ColumnParallel,
@@ -22,8 +22,8 @@ from actors.model.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from actors.model.layers.qk_norm import WidthNorm
 from actors.model.moe.build import mixture
-from actors.model.qk_norm import WidthNorm
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import Shard, parameters
 

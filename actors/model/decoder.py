@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from actors.model.attention import AttentionBackend
-from actors.model.batch import Batch
+from actors.groups.group import Group
+from actors.model.attention.backend import AttentionBackend
 from actors.model.build import Builder
-from actors.model.group import Group
-from actors.model.kv_cache import KVCache
-from actors.model.kv_caches import KVCaches
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.exchanges import Exchanges, OnlySums
-from actors.model.regions import Region, Regions
-from actors.model.rope import make_rope
-from actors.model.step import Paged, Step
+from actors.model.step.batch import Batch
+from actors.model.step.regions import Region, Regions
+from actors.model.step.rope import make_rope
+from actors.model.step.step import Paged, Step
 from placement.model.spec import ModelSpec
 from placement.ownership.expert_tokens import Lanes
 from placement.ownership.shards import Shard

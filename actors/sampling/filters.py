@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.noise import gumbel_of
 from actors.sampling.best import Candidates, best
 from actors.sampling.blocks import blocks
+from actors.sampling.noise import gumbel_of
 from actors.sampling.rows import SampleRow
 
 _TRIES = (128, 2048)

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.noise import gumbel_of
 from actors.sampling.best import Candidates, best
 from actors.sampling.blocks import blocks
 from actors.sampling.filters import draw, draw_from_all, min_p_floor, temperatures
+from actors.sampling.noise import gumbel_of
 from actors.sampling.rows import SampleRow, is_greedy
 from actors.sampling.shard import VocabShard
 from placement.cost.sampling_traffic import kind_of

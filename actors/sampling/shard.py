@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors.model.group import Group
+from actors.groups.group import Group
 
 
 class VocabShard:

@@ -16,7 +16,7 @@ import random
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
 
 Key = tuple[int, int]
 """(sequence id, position): names a token of a run."""

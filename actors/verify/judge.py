@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.messages import StepResult
 from actors.verify.cases import Case, sampled_keys, text_of
 from actors.verify.measure import Distance, Measure
 from actors.verify.ranks import Ran
 from actors.verify.recorder import EMBEDDING
 from actors.verify.report import CaseReport, Departure, Disagreement
+from actors.wire.messages import StepResult
 
 _ABSOLUTE = 1e-4
 _OF_LARGEST = 1e-5

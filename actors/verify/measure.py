@@ -9,9 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from actors.messages import StepPlan, StepResult
 from actors.verify.cases import Key, Text, planned_keys, sampled_keys, text_of
 from actors.verify.ranks import Ran
+from actors.wire.messages import StepPlan, StepResult
 from placement.ownership.shards import Shard
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from actors.messages import ExpertMove, StepPlan
 from actors.verify.cases import Case
+from actors.wire.messages import ExpertMove, StepPlan
 from placement.experts.expert_map import ExpertMap, map_of, place
 from placement.experts.moves import moves
 from placement.layout.layout import Layout

@@ -21,11 +21,9 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self
 
-from actors.config import RankConfig, Rendezvous
-from actors.engine.joining import joined
-from actors.engine.link import LinkError
-from actors.messages import StepPlan, StepResult
-from actors.model.groups.rendezvous import serve_store
+from actors.engine.link.joining import joined
+from actors.engine.link.link import LinkError
+from actors.groups.distributed.rendezvous import serve_store
 from actors.verify.ranks import STEP_S, Ran, Ranks, flow
 from actors.verify.routes import Routes
 from actors.verify.wire import (
@@ -44,6 +42,8 @@ from actors.verify.wire import (
     unpack_records,
 )
 from actors.verify.worker import work
+from actors.wire.messages import StepPlan, StepResult
+from actors.wire.rank_config import RankConfig, Rendezvous
 from placement.layout import mesh
 
 _START_S = 120.0

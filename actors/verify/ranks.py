@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.assembly import Parts
-from actors.config import RankConfig
-from actors.engine.link import LinkError
-from actors.messages import StepPlan, StepResult
-from actors.threads import ThreadRanks
+from actors.engine.link.link import LinkError
+from actors.rank.assembly import Parts
+from actors.rank.threads import ThreadRanks
 from actors.verify.recorder import Recorder, StepRecord
 from actors.verify.routes import Routes, replay
+from actors.wire.messages import StepPlan, StepResult
+from actors.wire.rank_config import RankConfig
 
 STEP_S = 60.0
 """How long a step may take before its ranks count as stuck."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.assembly import Parts, StepRunner
-from actors.messages import Row, SamplingParams, StepPlan, StepResult
-from actors.model.batch import Batch
-from actors.model.regions import Regions, Scattered
-from actors.runner import SCORED_ROWS
+from actors.model.step.batch import Batch
+from actors.model.step.regions import Regions, Scattered
+from actors.rank.assembly import Parts, StepRunner
+from actors.rank.runner import SCORED_ROWS
 from actors.verify.cases import Key
+from actors.wire.messages import Row, SamplingParams, StepPlan, StepResult
 from placement.layout import mesh
 
 EMBEDDING = -1

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.assembly import Parts
 from actors.model.moe.router import Router
+from actors.rank.assembly import Parts
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from contextlib import closing
 
 import torch
 
-from actors.config import RankConfig
-from actors.engine.link import LinkError
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.engine.link.link import LinkError
 from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
 from actors.verify.measure import Distance, Measure, distance, measure_of
@@ -28,6 +26,8 @@ from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.rank_config import RankConfig
 from placement.layout import mesh, sequence_parallel
 from placement.layout.layout import Layout
 from placement.model.spec import DType

@@ -10,9 +10,9 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from actors.config import RankConfig, Rendezvous
 from actors.verify.recorder import StepRecord
 from actors.verify.routes import LayerRoutes, Routes
+from actors.wire.rank_config import RankConfig, Rendezvous
 
 START, PLAN, TAKE, BYE, QUIT = b"S", b"P", b"T", b"B", b"Q"
 """To a worker: be a rank, run a plan, hand over the records, stop being a rank, end."""

@@ -7,11 +7,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from actors.assembly import load_decoder, put_together
-from actors.connect import connect
-from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.messages import ExpertReport, KVReport, StepPlan, StepResult
-from actors.stepping import close_groups, run_plans
+from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
+from actors.rank.assembly import load_decoder, put_together
+from actors.rank.connect_groups import connect
+from actors.rank.stepping import close_groups, run_plans
 from actors.verify.recorder import Recorder
 from actors.verify.routes import Routes, replay
 from actors.verify.wire import (
@@ -29,6 +28,7 @@ from actors.verify.wire import (
     pack_records,
     unpack_start,
 )
+from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
 
 
 def work(pipe: Connection) -> None:

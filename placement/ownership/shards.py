@@ -52,7 +52,7 @@ NORMS: dict[str, dict[str, str]] = {
         "mlp_out_norm": "post_mlp_layernorm",
     },
 }
-"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layer.Layer`) and the checkpoint's."""
+"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layers.layer.Layer`) and the checkpoint's."""
 
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from actors.messages import GenerateRequest, TokenEvent
+from actors.wire.messages import GenerateRequest, TokenEvent
 from serve_app.backend import Backend
 from serve_app.openai.delta import Delta
 from serve_app.openai.errors import ApiError

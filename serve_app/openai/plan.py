@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from actors.messages import GenerateRequest, SamplingParams
+from actors.wire.messages import GenerateRequest, SamplingParams
 from serve_app.openai.errors import invalid, too_long
 from serve_app.openai.prompts import Prompt, check_ids
 from serve_app.openai.schema import GenerationFields

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.model.group import Group, GroupError
-from actors.model.groups.rendezvous import join_store
-from actors.model.groups.shared_memory import SharedMemoryGroup
-from actors.model.groups.torch_group import TorchGroup
+from actors.groups.distributed.rendezvous import join_store
+from actors.groups.distributed.torch_group import TorchGroup
+from actors.groups.group import Group, GroupError
+from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 ROWS = {"even": (3, 3, 3, 3), "uneven": (0, 5, 1, 2), "none": (0, 0, 0, 0)}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model import attention_capped
-from actors.model.attention_capped import capped_attention
-from actors.model.attention_flash import flash_with_lse
-from actors.model.attention_merge import merge
+from actors.model.attention import capped as attention_capped
+from actors.model.attention.capped import capped_attention
+from actors.model.attention.cpu.flash import flash_with_lse
+from actors.model.attention.merge import merge
 
 torch.set_num_threads(1)
 

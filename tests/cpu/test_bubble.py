@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from actors.assembly import Parts
-from actors.engine.config import EngineConfig
+from actors.engine.config.engine_config import EngineConfig
 from actors.engine.engine import Engine
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
-from actors.threads import ThreadRanks
+from actors.rank.assembly import Parts
+from actors.rank.threads import ThreadRanks
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from placement.cost.balance import bubble
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config

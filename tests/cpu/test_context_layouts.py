@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.engine.config.engine_config import EngineConfig
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.inprocess import in_process
 from tests.plan_driver import driver

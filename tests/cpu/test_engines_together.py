@@ -17,9 +17,9 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch
 
-from actors.config import Rendezvous
-from actors.connect import connect
-from actors.model.groups.rendezvous import serve_store
+from actors.groups.distributed.rendezvous import serve_store
+from actors.rank.connect_groups import connect
+from actors.wire.rank_config import Rendezvous
 from placement.layout.layout import Layout
 from tests.specs import DENSE
 

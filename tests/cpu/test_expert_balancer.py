@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actors.engine import loop
 from actors.engine.balancing import Balancing, ExpertBalancer
-from actors.engine.config import EngineConfig
-from actors.messages import ExpertReport, GenerateRequest, SamplingParams
+from actors.engine.config.engine_config import EngineConfig
 from actors.model.moe.router import Router
+from actors.wire.messages import ExpertReport, GenerateRequest, SamplingParams
 from placement.experts.expert_map import ExpertMap, bound
 from placement.experts.moves import moves, settled
 from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, predicted

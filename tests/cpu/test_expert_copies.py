@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.messages import ExpertMove, Row, SamplingParams, SequenceStart, StepPlan
 from actors.model.moe.homes import Homes
-from actors.threads import ThreadRanks
+from actors.rank.threads import ThreadRanks
+from actors.wire.messages import ExpertMove, Row, SamplingParams, SequenceStart, StepPlan
 from placement.experts.expert_map import map_of
 from placement.experts.moves import moves
 from placement.layout.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.model.groups.solo import SoloGroup
+from actors.groups.solo import SoloGroup
 from actors.model.moe.exchange import AllToAllWay
 from placement.cost.expert_dispatch import distinct_ranks
 from tests.tiny_models import tiny

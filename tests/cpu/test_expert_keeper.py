@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.messages import ExpertMove
-from actors.model.group import Group
-from actors.model.groups.thread import run_ranks, thread_groups
+from actors.groups.group import Group
+from actors.groups.thread import run_ranks, thread_groups
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.experts import Experts, gated_by
 from actors.model.moe.homes import Homes
 from actors.model.moe.keeper import ExpertKeeper
 from actors.model.moe.router import Router
+from actors.wire.messages import ExpertMove
 from placement.experts.expert_map import ExpertMap, initial, place
 from placement.experts.moves import moves, settled
 from placement.layout.partition import deal

@@ -17,7 +17,7 @@ from typing import IO
 import pytest
 import torch
 
-from actors.model.groups.rendezvous import serve_store
+from actors.groups.distributed.rendezvous import serve_store
 
 WORLD = 4
 BACKENDS = ("gloo", "shared memory", "small slots")

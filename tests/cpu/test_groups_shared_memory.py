@@ -14,11 +14,11 @@ from typing import TypeVar
 import pytest
 import torch
 
-from actors.model.group import Group, GroupError
-from actors.model.groups import segment
-from actors.model.groups.liveness import ProcessId
-from actors.model.groups.shared_memory import SharedMemoryGroup
-from actors.model.groups.thread import run_ranks, thread_groups
+from actors.groups.group import Group, GroupError
+from actors.groups.liveness import ProcessId
+from actors.groups.shared_memory import segment
+from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
+from actors.groups.thread import run_ranks, thread_groups
 
 NAME = f"edge{os.getpid()}"
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ def test_a_rank_that_never_attaches_is_named() -> None:
 
 
 def test_the_death_of_the_first_rank_while_attaching_is_noticed_and_cleaned_up() -> None:
-    code = f"from actors.model.groups.shared_memory import *; SharedMemoryGroup.attach('{NAME}', 0, 3, 'tp')"
+    code = f"from actors.groups.shared_memory.shared_memory import *; SharedMemoryGroup.attach('{NAME}', 0, 3, 'tp')"
     maker = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(Path.cwd())})
     try:
         deadline = time.monotonic() + 60

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.model.group import Group, GroupError
-from actors.model.groups.connect import choose_backend, connect_group
-from actors.model.groups.rendezvous import join_store, serve_store
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.groups.torch_group import TorchGroup
+from actors.groups.distributed.rendezvous import join_store, serve_store
+from actors.groups.distributed.torch_group import TorchGroup
+from actors.groups.group import Group, GroupError
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.rank.group_backends import choose_backend, connect_group
 from placement.cost import wire
 
 _spec = importlib.util.spec_from_file_location("groups_battery", Path(__file__).with_name("groups_battery.py"))

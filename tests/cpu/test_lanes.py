@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest, Row, SamplingParams, SequenceStart, StepPlan, TokenEvent
-from actors.model.batch import Batch
-from actors.runner import Runner
-from actors.threads import ThreadRanks
+from actors.engine.config.engine_config import EngineConfig
+from actors.model.step.batch import Batch
+from actors.rank.runner import Runner
+from actors.rank.threads import ThreadRanks
+from actors.wire.messages import GenerateRequest, Row, SamplingParams, SequenceStart, StepPlan, TokenEvent
 from placement.layout.layout import Layout
 from tests.cpu.test_mixed_load import requests
 from tests.inprocess import in_process, rank_config

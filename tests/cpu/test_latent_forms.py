@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.model.attention import choose
-from actors.model.attention_cpu import CpuAttention
-from actors.model.attention_decode import decode_row
-from actors.model.attention_gather import GatherAttention
-from actors.model.attention_kernel import CpuPartial
-from actors.model.attention_kernel_cuda import FlashPartial, WrittenPartial
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.model.attention.backend import choose
+from actors.model.attention.cpu.backend import CpuAttention
+from actors.model.attention.cpu.decode import decode_row
+from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial
+from actors.model.attention.partial import CpuPartial
+from actors.model.kv.kv_cache import KVCache
 from actors.model.latent import local
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
 from actors.model.latent.local import LocalLatent
+from actors.model.step.batch import Batch
 from placement.model.mla_spec import MLASpec
 
 torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def package(calls: list[int]) -> ModuleType:
 
 
 def test_on_cuda_latents_longer_than_a_kernel_takes_are_read_by_torch() -> None:
-    from actors.model.attention_cuda import choose_cuda
+    from actors.model.attention.cuda.choose import choose_cuda
 
     load = lambda name: package([])  # noqa: E731
     assert type(choose_cuda(torch.bfloat16, 16, load, head_dim=256)) is not GatherAttention
@@ -189,7 +189,7 @@ def test_on_cuda_latents_longer_than_a_kernel_takes_are_read_by_torch() -> None:
 
 def test_on_cuda_the_naive_form_is_the_packages_and_the_absorbed_torchs() -> None:
     """On CPU tensors, by a package that is not there: heads of 192 reach its kernel, latents of 576 never do."""
-    from actors.model.attention_kernel_cuda import choose_cuda_partial
+    from actors.model.attention.cuda.partial_kernels import choose_cuda_partial
 
     calls: list[int] = []
     kernel = choose_cuda_partial(torch.bfloat16, 16, lambda name: package(calls))

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import ray
 
-from actors.config import Place, RankConfig
-from actors.rank import Rank
+from actors.rank.rank import Rank
+from actors.wire.rank_config import Place, RankConfig
 from cluster.discover import discover
 from cluster.seats import Seats, node_resources
 from cluster.topology import POOL_LABEL

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from actors.kv_transfer.endpoint import KVEndpoint, Sending
+from actors.kv_transfer.queue_order import OneBehind
 from actors.model.decoder import Decoder
-from actors.transfer.endpoint import KVEndpoint, Sending
-from actors.transfer.queue_order import OneBehind
 from placement.ownership.handoff import Copy
 from tests.cpu.test_pools import alone, config, greedy
 from tests.inprocess import in_process

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest, SamplingParams
+from actors.engine.config.engine_config import EngineConfig
+from actors.wire.messages import GenerateRequest, SamplingParams
 from tests.inprocess import in_process
 from tests.tiny_models import TinyModel, tiny
 

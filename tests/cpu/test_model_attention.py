@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model.attention import choose
-from actors.model.attention_cpu import CpuAttention
-from actors.model.attention_cuda import choose_cuda
-from actors.model.attention_decode import plan_decode
-from actors.model.attention_flash import flash, flash_with_lse
-from actors.model.attention_gather import GatherAttention
-from actors.model.attention_merge import merge
-from actors.model.attention_pages import Gather, Run, source
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.model.attention.backend import choose
+from actors.model.attention.cpu.backend import CpuAttention
+from actors.model.attention.cpu.decode import plan_decode
+from actors.model.attention.cpu.flash import flash, flash_with_lse
+from actors.model.attention.cuda.choose import choose_cuda
+from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention.merge import merge
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.pages import Gather, Run, source
+from actors.model.step.batch import Batch
 from placement.layout.layout import Layout
 from tests.tiny_decoder import batch_of, chunked, mixed, run
 from tests.tiny_models import tiny

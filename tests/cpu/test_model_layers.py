@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from actors.model import layers
-from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
-from actors.model.regions import Regions
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.model.layers import layers
+from actors.model.layers.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
+from actors.model.step.regions import Regions
 
 torch.set_num_threads(1)
 

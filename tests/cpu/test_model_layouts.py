@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from actors.model.attention_cpu import CpuAttention
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.decoder import Decoder
-from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords
 from placement.ownership.shards import parameters, shard
@@ -142,7 +142,7 @@ def test_a_forward_makes_two_sums_a_layer_and_one_for_the_embedding() -> None:
     groups = thread_groups(2, "tp")
 
     def rank(group: Group) -> int:
-        from actors.model.kv_cache import KVCache
+        from actors.model.kv.kv_cache import KVCache
 
         own = shard(model.spec, layout, Coords(0, 0, 0, group.rank))
         decoder = Decoder(model.spec, own, group, CpuAttention(), torch.float32)

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from actors.model.rope import LengthRope, Rope, make_rope
-from actors.model.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies
+from actors.model.step.rope import LengthRope, Rope, make_rope
+from actors.model.step.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies
 from placement.model.spec import RopeSpec
 from tests.tiny_decoder import batch_of
 

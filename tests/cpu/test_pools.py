@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine.config import EngineConfig
+from actors.engine.config.engine_config import EngineConfig
 from actors.engine.refusal import InvalidRequest
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
-from actors.tiers.settings import TierSettings
-from actors.transfer.pages import copy_slots
+from actors.kv_transfer.pages import copy_slots
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Copy, Side, head_bytes
 from placement.ownership.handoff_pages import PageTable
@@ -230,7 +230,7 @@ def test_the_battery_would_see_one_wrong_position(monkeypatch: pytest.MonkeyPatc
         slots = copy_slots(copy, table)
         return slots if len(slots) < 2 else torch.cat((slots[:-1], slots[-2:-1]))
 
-    monkeypatch.setattr("actors.transfer.endpoint.copy_slots", stale)
+    monkeypatch.setattr("actors.kv_transfer.endpoint.copy_slots", stale)
     with pools(tiny("llama3"), "tp=2", "pp=2", config(16), config(16)) as both:
         found, right = both.run(greedy(33)), alone("gqa")["r33"]
     assert found.logprobs[0].logprob == pytest.approx(right.logprobs[0].logprob, abs=1e-4)  # the first token is the prefill's

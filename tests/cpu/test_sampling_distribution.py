@@ -15,11 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from actors.messages import SamplingParams
-from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.sampler import Sampler, SampleRow
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.sampling.sampler import Sampler, SampleRow
+from actors.wire.messages import SamplingParams
 
 torch.set_num_threads(1)
 

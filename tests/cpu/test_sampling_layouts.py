@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from actors.messages import SamplingParams, TokenLogprob
-from actors.model.group import Group
-from actors.model.groups.solo import SoloGroup
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.sampler import Choice, Sampler, SampleRow
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.groups.thread import run_ranks, thread_groups
+from actors.sampling.sampler import Choice, Sampler, SampleRow
+from actors.wire.messages import SamplingParams, TokenLogprob
 
 torch.set_num_threads(1)
 

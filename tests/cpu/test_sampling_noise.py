@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.noise import _mix, gumbel, gumbel_of
+from actors.sampling.noise import _mix, gumbel, gumbel_of
 
 torch.set_num_threads(1)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from actors.messages import SamplingParams
-from actors.model.groups.solo import SoloGroup
-from actors.sampler import Choice, Sampler, SampleRow
+from actors.groups.solo import SoloGroup
 from actors.sampling.edits import edit
+from actors.sampling.sampler import Choice, Sampler, SampleRow
+from actors.wire.messages import SamplingParams
 
 torch.set_num_threads(1)
 

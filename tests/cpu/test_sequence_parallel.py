@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from actors.model.attention_cpu import CpuAttention
+from actors.groups.group import Group
+from actors.groups.thread import run_ranks, thread_groups
+from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.decoder import Decoder
-from actors.model.group import Group
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.model.kv_cache import KVCache
+from actors.model.kv.kv_cache import KVCache
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.assembly import Parts
-from actors.head import StageHead
-from actors.messages import GenerateRequest, SamplingParams
+from actors.rank.assembly import Parts
+from actors.rank.head import StageHead
+from actors.wire.messages import GenerateRequest, SamplingParams
 from tests.cpu.test_idle_lanes import CONFIG
 from tests.inprocess import in_process
 from tests.tiny_models import tiny

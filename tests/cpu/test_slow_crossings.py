@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.config import Place, RankReport, RankStatus
+from actors.wire.rank_config import Place, RankReport, RankStatus
 from cluster import status
 from cluster.settings import ReplicaSettings
 from placement.layout.layout import Layout

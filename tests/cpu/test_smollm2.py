@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.config import EngineConfig
-from actors.messages import GenerateRequest, SamplingParams
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.engine.config.engine_config import EngineConfig
+from actors.model.kv.kv_cache import KVCache
+from actors.model.step.batch import Batch
+from actors.wire.messages import GenerateRequest, SamplingParams
 from serve_app.text.model_files import read_text_files
 from tests.inprocess import in_process, whole_decoder
 from tests.smollm2 import QUESTIONS, smollm2, smollm2_file

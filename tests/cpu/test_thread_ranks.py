@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.engine.link import LinkError, LinkTimeout
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
-from actors.threads import ThreadRanks
+from actors.engine.link.link import LinkError, LinkTimeout
+from actors.rank.threads import ThreadRanks
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import tiny

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.assembly import Parts
-from actors.engine.config import EngineConfig, Tiering
-from actors.engine.stats import EngineStats
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
-from actors.tiers.librarian import Librarian
-from actors.tiers.piece import Form
-from actors.tiers.settings import TierSettings
+from actors.engine.config.engine_config import EngineConfig, Tiering
+from actors.engine.config.stats import EngineStats
+from actors.kv_offload.librarian import Librarian
+from actors.kv_offload.piece import Form
+from actors.rank.assembly import Parts
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel, tiny

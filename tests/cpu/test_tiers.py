@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.prefix import PrefixChain
-from actors.tiers import directory
-from actors.tiers.assemble import assemble, covers
-from actors.tiers.background import BackgroundWriter
-from actors.tiers.directory import DirectoryTier
-from actors.tiers.file_format import decode, encode, file_bytes
-from actors.tiers.host import HostTier
-from actors.tiers.ledger import Ledger
-from actors.tiers.piece import Form, Piece
-from actors.tiers.rank_blocks import RankBlocks
-from actors.tiers.tiers import Tiers
-from actors.tiers.tree import OWN, DirectoryError
+from actors.engine.kv.prefix import PrefixChain
+from actors.kv_offload import directory
+from actors.kv_offload.assemble import assemble, covers
+from actors.kv_offload.background import BackgroundWriter
+from actors.kv_offload.directory import DirectoryTier
+from actors.kv_offload.file_format import decode, encode, file_bytes
+from actors.kv_offload.host import HostTier
+from actors.kv_offload.ledger import Ledger
+from actors.kv_offload.piece import Form, Piece
+from actors.kv_offload.rank_blocks import RankBlocks
+from actors.kv_offload.tiers import Tiers
+from actors.kv_offload.tree import OWN, DirectoryError
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Side
 from tests.transfer_cases import Case, model

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.assembly import Parts
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
-from actors.model.group import Group
-from actors.model.groups.thread import run_ranks, thread_groups
-from actors.runner import Runner
-from actors.sampler import Sampler
-from actors.threads import ThreadRanks
+from actors.groups.group import Group
+from actors.groups.thread import run_ranks, thread_groups
+from actors.rank.assembly import Parts
+from actors.rank.runner import Runner
+from actors.rank.threads import ThreadRanks
+from actors.sampling.sampler import Sampler
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
 from placement.cost.step_shape import Choosing, RowShape, StepShape
 from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel

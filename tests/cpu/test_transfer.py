@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.transfer.compatibility import IncompatiblePeerError
-from actors.transfer.endpoint import KVEndpoint, Place, StagingFullError
-from actors.transfer.local import LocalTransport, Switchboard
-from actors.transfer.pages import CacheShape, copy_ranges
-from actors.transfer.staging import STAGE_BELOW, Staging, is_small
-from actors.transfer.transport import Ranges, TransferError
+from actors.kv_transfer.compatibility import IncompatiblePeerError
+from actors.kv_transfer.endpoint import KVEndpoint, Place, StagingFullError
+from actors.kv_transfer.local import LocalTransport, Switchboard
+from actors.kv_transfer.pages import CacheShape, copy_ranges
+from actors.kv_transfer.staging import STAGE_BELOW, Staging, is_small
+from actors.kv_transfer.transport import Ranges, TransferError
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Side, handoff
 from placement.ownership.handoff_pages import PageTable

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, Pipe
 import pytest
 import torch
 
-from actors.transfer.nixl_transport import NixlTransport, is_installed, nixl_version
-from actors.transfer.transport import Ranges, TransferError
+from actors.kv_transfer.nixl_transport import NixlTransport, is_installed, nixl_version
+from actors.kv_transfer.transport import Ranges, TransferError
 from tests.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
@@ -143,7 +143,7 @@ def _write_twice(pipe: Connection) -> None:
 
 
 def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
-    """It may never answer; the writer goes on with others, lets go of it and ends. (When to: `actors.transfer.outbound`.)"""
+    """It may never answer; the writer goes on with others, lets go of it and ends. (When to: `actors.kv_transfer.outbound`.)"""
     spawn = multiprocessing.get_context("spawn")
     pipes = [Pipe() for _ in range(3)]
     readers = [spawn.Process(target=_be_written_to, args=(end,), daemon=True) for _, end in pipes[:2]]

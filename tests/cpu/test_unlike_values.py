@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.model.attention_capped import capped_attention
-from actors.model.attention_cuda import choose_cuda
-from actors.model.attention_flash import flash_with_lse
-from actors.model.attention_gather import GatherAttention
-from actors.model.attention_kernel_cuda import WrittenPartial
-from actors.model.attention_pages import source
-from actors.model.attention_written import written_attention
-from actors.model.kv_cache import KVCache
-from actors.model.kv_caches import KVCaches
+from actors.model.attention.capped import capped_attention
+from actors.model.attention.cpu.flash import flash_with_lse
+from actors.model.attention.cuda.choose import choose_cuda
+from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention.cuda.partial_kernels import WrittenPartial
+from actors.model.attention.eager import written_attention
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.kv_caches import KVCaches
+from actors.model.kv.pages import source
 from placement.cost.memory import BLOCK_TOKENS, kv_bytes_per_token
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.model.layers import RowParallel, linear
+from actors.model.layers.layers import RowParallel, linear
 from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
 from serve_app.verify_command import VerifyArgs, run_verify

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.assembly import Parts
+from actors.rank.assembly import Parts
 from actors.verify import ranks
 from actors.verify.report import Report
 from actors.verify.routes import LayerRoutes

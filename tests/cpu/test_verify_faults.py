@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import actors.assembly
-import actors.model.attention_prefill
-import actors.runner
-from actors.assembly import Parts
-from actors.model.batch import Batch
-from actors.model.layers import RowParallel, VocabularyHead, linear
-from actors.model.regions import Region, Scattered
-from actors.model.rope import Rope
-from actors.pipeline import Pipeline
-from actors.sampler import Sampler
+import actors.model.attention.cpu.prefill
+import actors.rank.assembly
+import actors.rank.runner
+from actors.model.layers.layers import RowParallel, VocabularyHead, linear
+from actors.model.step.batch import Batch
+from actors.model.step.regions import Region, Scattered
+from actors.model.step.rope import Rope
+from actors.rank.assembly import Parts
+from actors.rank.pipeline import Pipeline
+from actors.sampling.sampler import Sampler
 from actors.verify.report import Report
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
@@ -93,7 +93,7 @@ def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.Mon
         outputs, lses = zip(*parts, strict=True)
         return torch.stack(outputs).mean(0), torch.stack(lses).logsumexp(0)
 
-    monkeypatch.setattr(actors.model.attention_prefill, "merge", unweighted)
+    monkeypatch.setattr(actors.model.attention.cpu.prefill, "merge", unweighted)
     report = verify(tiny("llama2"), "tp=2", [19])
     assert_fault(report, 0)
     assert {case.name for case in report.cases if case.verdict == "fault"} >= {"chunked", "prefix"}
@@ -103,7 +103,7 @@ def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.Mon
 def test_parts_of_a_context_on_several_ranks_merged_without_their_weights(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     if rules.broken(Layout.parse(layout), tiny("llama2").spec, None):
         pytest.skip(f"{layout} is not legal yet")
-    merging = importlib.import_module("actors.model.attention_parts")
+    merging = importlib.import_module("actors.model.attention.parts")
 
     def unweighted(parts: Any) -> tuple[Tensor, Tensor]:
         outputs, lses = zip(*parts, strict=True)
@@ -119,7 +119,7 @@ def test_positions_of_a_split_prompt_counted_along_the_rank(monkeypatch: pytest.
     def counted(positions: Tensor, **fields: Any) -> Batch:
         return Batch(positions=positions[0] + torch.arange(len(positions)), **fields)
 
-    monkeypatch.setattr(actors.runner, "Batch", counted)
+    monkeypatch.setattr(actors.rank.runner, "Batch", counted)
     assert verify(tiny("llama2"), "tp=1", [19], kinds=["prefill"]).verdict == "rounding"
     assert verify(tiny("llama2"), "cp=2", [19], kinds=["prefill"]).verdict == "fault"
 
@@ -155,13 +155,13 @@ def test_a_scattered_region_that_hands_on_too_few_rows(monkeypatch: pytest.Monke
 
 
 def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = actors.assembly.own_shard
+    right = actors.rank.assembly.own_shard
 
     def swapped(config: Any) -> shards.Shard:
         own = right(config)
         return replace(own, layers=range(2 - own.layers.start, 4 - own.layers.start)) if config.layout.pp == 2 else own
 
-    monkeypatch.setattr(actors.assembly, "own_shard", swapped)
+    monkeypatch.setattr(actors.rank.assembly, "own_shard", swapped)
     assert_fault(verify(tiny("llama2"), "pp=2"), 0)
 
 

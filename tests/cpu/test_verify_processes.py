@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.link import LinkError
-from actors.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.engine.link.link import LinkError
 from actors.verify.processes import Workers
 from actors.verify.report import Report
 from actors.verify.verification import Verification
+from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
 from placement.layout.layout import Layout
 from placement.legality import rules
 from tests.inprocess import rank_config

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model.attention_cpu import CpuAttention
+from actors.groups.solo import SoloGroup
+from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.decoder import Decoder
-from actors.model.groups.solo import SoloGroup
 from placement.checkpoint import header
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords

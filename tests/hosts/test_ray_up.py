@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from actors.transfer.nixl_transport import is_installed
+from actors.kv_transfer.nixl_transport import is_installed
 from serve_app.render_command import RenderArgs, render
 from tests.hosts.box import need_hosts
 from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, wait_until

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import ray
 from ray.util.placement_group import placement_group
 
-from actors.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from cluster import local, seats
 from cluster.replica import Replica
 from cluster.seats import NODE_ID, Seats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.addresses import AddressError, interface_of, interfaces, own_address
+from actors.rank.addresses import AddressError, interface_of, interfaces, own_address
 
 
 def test_it_is_the_nodes_unless_the_node_names_an_interface() -> None:

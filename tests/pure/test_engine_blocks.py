@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.blocks import BlockPool
-from actors.engine.prefix import PrefixChain, block_hash, root_hash
+from actors.engine.kv.blocks import BlockPool
+from actors.engine.kv.prefix import PrefixChain, block_hash, root_hash
 
 
 def chain(tokens: list[int], salt: str = "", size: int = 4) -> list[bytes]:

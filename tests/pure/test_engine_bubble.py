@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.engine.bubble import BubbleMeter
+from actors.engine.batching.bubble import BubbleMeter
 from placement.cost.balance import bubble
 
 

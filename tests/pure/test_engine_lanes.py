@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from actors.messages import SamplingParams, StepPlan
+from actors.wire.messages import SamplingParams, StepPlan
 from tests.pure.test_engine_scheduler import Bench, config, request
 
 PREFIX = list(range(16))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from actors.engine.config import EngineConfig
+from actors.engine.config.engine_config import EngineConfig
 from actors.engine.engine import Engine
-from actors.engine.link import LinkClosed, LinkError, LinkTimeout
-from actors.engine.scripted import ScriptedRank, continuation
-from actors.engine.zmq_link import Hello, ZmqEngineLink, ZmqRankLink
-from actors.messages import GenerateRequest, Row, Sampled, StepPlan, StepResult, TokenEvent
+from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
+from actors.engine.link.scripted import ScriptedRank, continuation
+from actors.engine.link.zmq_link import Hello, ZmqEngineLink, ZmqRankLink
+from actors.wire.messages import GenerateRequest, Row, Sampled, StepPlan, StepResult, TokenEvent
 
 WAIT_S = 20.0
 PLAN = StepPlan(step=0, rows=[Row(sequence_id=1, start=0, count=2, append=[5], new_blocks=[3], sample=True)])

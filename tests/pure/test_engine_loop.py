@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from actors.engine.config import EngineConfig, Tiering
+from actors.engine.config.engine_config import EngineConfig, Tiering
 from actors.engine.engine import Engine
-from actors.engine.link import LinkError
+from actors.engine.link.link import LinkError
+from actors.engine.link.scripted import ScriptedLink, continuation, prompt_logprobs
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
-from actors.engine.scripted import ScriptedLink, continuation, prompt_logprobs
-from actors.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
-from actors.tiers.piece import Form
-from actors.tiers.settings import TierSettings
+from actors.kv_offload.piece import Form
+from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
+from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model
 
@@ -348,7 +348,7 @@ def test_closing_ends_what_is_left() -> None:
 
 
 def test_neither_torch_nor_ray_comes_with_the_engine() -> None:
-    script = "import sys, actors.engine.engine, actors.engine.zmq_link; print({'torch', 'ray'} & set(sys.modules))"
+    script = "import sys, actors.engine.engine, actors.engine.link.zmq_link; print({'torch', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from actors.engine.config import EngineConfig
-from actors.engine.micro_batches import num_micro_batches, prompt_tokens
+from actors.engine.batching.micro_batches import num_micro_batches, prompt_tokens
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.link.scripted import ScriptedRank, continuation
 from actors.engine.scheduler import Scheduler
-from actors.engine.scripted import ScriptedRank, continuation
-from actors.engine.sequence import Sequence
-from actors.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
+from actors.engine.sequences.sequence import Sequence
+from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
 
 VOCAB = 50
 

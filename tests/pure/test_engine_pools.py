@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from actors.engine.config import EngineConfig, Pool, Tiering
+from actors.engine.config.engine_config import EngineConfig, Pool, Tiering
+from actors.engine.disaggregation.reservations import Stage
 from actors.engine.refusal import InvalidRequest, check_request
-from actors.engine.reservations import Stage
 from actors.engine.scheduler import Scheduler
-from actors.engine.sequence import Sequence
-from actors.messages import (
+from actors.engine.sequences.sequence import Sequence
+from actors.kv_offload.piece import Form
+from actors.wire.messages import (
     GenerateRequest,
     KVReader,
     KVReport,
@@ -24,8 +25,7 @@ from actors.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from actors.tiers.piece import Form
-from actors.tiers.settings import TierSettings
+from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from actors.engine.answers import ResultMismatch
-from actors.engine.config import EngineConfig
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.link.scripted import ScriptedRank, continuation, prompt_logprobs
 from actors.engine.refusal import InvalidRequest, PromptTooLong, check_request
 from actors.engine.scheduler import Scheduler
-from actors.engine.scripted import ScriptedRank, continuation, prompt_logprobs
-from actors.engine.sequence import Sequence
-from actors.messages import GenerateRequest, SamplingParams, StepPlan, StepResult, TokenEvent
+from actors.engine.sequences.answers import ResultMismatch
+from actors.engine.sequences.sequence import Sequence
+from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, StepResult, TokenEvent
 
 VOCAB = 50
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from actors.engine.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
-from actors.messages import TokenEvent, TokenEvents
+from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
+from actors.wire.messages import TokenEvent, TokenEvents
 
 
 async def next_event(queue: asyncio.Queue[TokenEvent]) -> TokenEvent:

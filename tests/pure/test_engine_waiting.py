@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from actors.engine.fairness import TenantCounters
-from actors.engine.sequence import Sequence
-from actors.engine.waiting import WaitingQueue
-from actors.messages import GenerateRequest
+from actors.engine.sequences.fairness import TenantCounters
+from actors.engine.sequences.sequence import Sequence
+from actors.engine.sequences.waiting import WaitingQueue
+from actors.wire.messages import GenerateRequest
 
 
 def make(order: int, **changes: Any) -> Sequence:

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.engine.balancing import Balancing, ExpertBalancer
-from actors.engine.stats import ExpertStats
-from actors.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
+from actors.engine.config.stats import ExpertStats
+from actors.wire.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
 from placement.experts.expert_map import initial
 from serve_app.openai.metrics import Metrics, exposition
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
-from actors.engine.token_stream import ReplyTo, TokenReceiver, TokenSender
-from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from cluster.roles import Role
 from serve_app.backend import BackendRefused
 from serve_app.handing_over import PrefillReplicas

@@ -33,7 +33,7 @@ WHOLE = "The deployments ['Engine'] are UNHEALTHY."
         ([REPLICA.format(last="placement.layout.layout.LayoutError: two rules:\n- one\n- two")], "two rules:\n- one\n- two"),
         ([REPLICA.format(last="ray.exceptions.RayTaskError(ModelError): x\nModelError: y: z\n\nend of it")], "y: z"),
         ([WHOLE, REPLICA.format(last="ValueError: of no kind of ours")], "ValueError: of no kind of ours"),
-        ([REPLICA.format(last="actors.engine.link.LinkTimeout: rank 1 is late")], "LinkTimeout: rank 1 is late"),
+        ([REPLICA.format(last="actors.engine.link.link.LinkTimeout: rank 1 is late")], "LinkTimeout: rank 1 is late"),
         (["", WHOLE], WHOLE),
         (["one\ntwo\n"], "two"),
         (["", ""], "Ray Serve gave no reason"),

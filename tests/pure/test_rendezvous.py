@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.engine.token_stream import ReplyTo, TokenReceiver, TokenSender
-from actors.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from cluster.roles import Role, Work
 from serve_app import rendezvous
 from serve_app.backend import BackendRefused, Health

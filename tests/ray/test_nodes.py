@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.transfer.nixl_transport import is_installed
+from actors.kv_transfer.nixl_transport import is_installed
 from placement.nodes.hardware import ClusterSpec
 from tests.ray.server import READY_S, Server, environment, finish, kill, marked, ready, run, serving, start, wait_until
 from tests.ray.streaming import body

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from actors.transfer.nixl_transport import is_installed
+from actors.kv_transfer.nixl_transport import is_installed
 from tests.ray.server import Server, run, serving, wait_until
 from tests.ray.streaming import Stream, body
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from actors.transfer.nixl_transport import is_installed
+from actors.kv_transfer.nixl_transport import is_installed
 from serve_app.settings import ServeArgs
 from tests.ray.server import environment, free_port, kill, wait_until
 from tests.ray.streaming import body

@@ -1,1 +1,1 @@
-"""The backends of `actors.model.group.Group`: one rank, threads, shared memory, and torch.distributed (gloo, NCCL)."""
+"""The backends of `actors.groups.group.Group`: one rank, threads, shared memory, and torch.distributed (gloo, NCCL)."""

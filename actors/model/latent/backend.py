@@ -1,4 +1,4 @@
-"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention` for latents."""
+"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention.backend` for latents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.model.kv.kv_cache import KVCache
 from actors.model.latent.heads import LatentHeads
+from actors.model.step.batch import Batch
 
 
 class LatentBackend(Protocol):

@@ -9,7 +9,7 @@ from torch import nn
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.heads import LatentHeads
 from actors.model.latent.layer import LatentAttention, LowRankLatentAttention
-from actors.model.layers import ColumnParallel, RMSNorm, RowParallel
+from actors.model.layers.layers import ColumnParallel, RMSNorm, RowParallel
 from placement.model.mla_spec import MLASpec
 
 

@@ -1,4 +1,4 @@
-"""Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention_context`, for latents.
+"""Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention.context.backend`, for latents.
 
 What travels is latents, not heads. Own queries meet fresh latents in the form that is cheaper for their row; cached latents
 are met absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from actors.model.attention_context import ContextAttention
-from actors.model.attention_context_plan import ContextPlan
-from actors.model.attention_forms import Form, Meeting
-from actors.model.attention_shares import RowShare
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.model.attention.context.backend import ContextAttention
+from actors.model.attention.context.forms import Form, Meeting
+from actors.model.attention.context.plan import ContextPlan
+from actors.model.attention.context.shares import RowShare
+from actors.model.kv.kv_cache import KVCache
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
+from actors.model.step.batch import Batch
 
 
 class ContextLatent:

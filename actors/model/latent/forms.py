@@ -1,4 +1,4 @@
-"""The two forms of latent attention (`actors.model.attention_forms`). What is kept of a token is [1, latent_dim]."""
+"""The two forms of latent attention (`actors.model.attention.context.forms`). What is kept of a token is [1, latent_dim]."""
 
 from __future__ import annotations
 

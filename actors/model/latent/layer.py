@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.heads import LatentHeads
-from actors.model.layers import ColumnParallel, RMSNorm, RowParallel, linear
-from actors.model.step import Step
+from actors.model.layers.layers import ColumnParallel, RMSNorm, RowParallel, linear
+from actors.model.step.step import Step
 
 
 class LatentAttention(nn.Module):

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.model import attention
-from actors.model.attention import AttentionBackend
-from actors.model.attention_kernel import PartialKernel, choose_partial
-from actors.model.attention_pages import Source, source
-from actors.model.attention_parts import Sum
-from actors.model.batch import Batch
-from actors.model.kv_cache import KVCache
+from actors.model.attention import backend
+from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.partial import PartialKernel, choose_partial
+from actors.model.attention.parts import Sum
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.pages import Source, source
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
+from actors.model.step.batch import Batch
 from placement.model.mla_spec import MLASpec
 
 PIECE_TOKENS = 1024
@@ -109,7 +109,7 @@ class LocalLatent:
 
 def choose_latent(mla: MLASpec, device: torch.device | str, dtype: torch.dtype, block_size: int) -> LocalLatent:
     """Latent attention by the kernels of a device."""
-    paged = attention.choose(device, dtype, block_size, head_dim=mla.latent_dim)
+    paged = backend.choose(device, dtype, block_size, head_dim=mla.latent_dim)
     return LocalLatent(mla, paged, choose_partial(device, dtype, block_size))
 
 

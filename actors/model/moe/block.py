@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from actors.model.layers import linear
+from actors.model.layers.layers import linear
 from actors.model.moe.beside import begin_on
 from actors.model.moe.exchange import Complete
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
 from actors.model.moe.tally import Tally
-from actors.model.regions import Region
-from actors.model.step import Step
+from actors.model.step.regions import Region
+from actors.model.step.step import Step
 
 
 class MixtureOfExperts(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from actors.model.layers import ACTIVATIONS
+from actors.model.layers.layers import ACTIVATIONS
 from actors.model.moe.block import GatedSharedExpert, MixtureOfExperts, MixtureWithShared, SharedExpert
 from actors.model.moe.experts import Experts, Gated, clamped_swiglu, gated_by
 from actors.model.moe.homes import Homes

@@ -29,10 +29,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.model.group import Group
+from actors.groups.group import Group
 from actors.model.moe.tally import Tally
 from actors.model.moe.tokens import OwnTokens
-from actors.model.regions import Region
+from actors.model.step.regions import Region
 
 _WEIGHT_BYTES = 4
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from actors.model.group import Group
+from actors.groups.group import Group
 from actors.model.moe.exchange import AllToAllWay, Exchange, GatherWay, NoWay, SumExchange, TravellingExchange, Way
 from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
 from placement.cost import expert_modes

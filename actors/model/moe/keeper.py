@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from actors.messages import ExpertMove, ExpertReport, LayerReport
-from actors.model.group import Group
+from actors.groups.group import Group
 from actors.model.moe.block import MixtureOfExperts
+from actors.wire.messages import ExpertMove, ExpertReport, LayerReport
 from placement.experts.expert_map import ExpertMap
 
 

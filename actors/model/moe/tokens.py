@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.model.group import Group
-from actors.model.regions import Region
+from actors.groups.group import Group
+from actors.model.step.regions import Region
 from placement.layout.partition import deal
 from placement.ownership import expert_tokens
 

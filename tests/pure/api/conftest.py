@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from actors.messages import GenerateRequest, TokenEvent, TokenLogprob
+from actors.wire.messages import GenerateRequest, TokenEvent, TokenLogprob
 from serve_app.backend import BackendRefused, Health
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.served_model import ServedModel

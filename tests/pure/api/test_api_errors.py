@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from actors.messages import TokenEvent
+from actors.wire.messages import TokenEvent
 from serve_app.backend import BackendRefused, Health
 
 SECRET = "zebra"

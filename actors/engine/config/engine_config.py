@@ -1,0 +1,148 @@
+"""How one engine is set up: sizes of the cache, of a step and of the queue."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from actors.engine.balancing import Balancing
+from actors.kv_offload.piece import Form
+from actors.wire.tier_settings import TierSettings
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.model.spec import RopeSpec
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Pool(BaseModel):
+    """What an engine of a pool must know beside its sizes, to hand KV over or to take it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: Layout
+    least_tokens: Positive = 16
+    """A prompt is handed over if at least so many of its tokens are not in the decode side's cache: a block's worth."""
+    expected_tokens: Positive = 128
+    """Tokens of output for which blocks are reserved together with the prompt's."""
+    lease_s: Seconds = 60.0
+    """From a reservation to the last moment at which a write into it may begin; then the decode side computes the prompt."""
+    word_s: Seconds = 5.0
+    """From a ticket to the first word of a prefill replica that has it; then there is none."""
+    quiet_s: Seconds = 20.0
+    """From each word to the next; then the decode side computes the prompt. A prefill side says one a second, but none while
+    a step runs, which may take long where a CPU is busy."""
+    grace_s: Seconds = 5.0
+    """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""
+
+    def ranks_of(self, lane: int) -> frozenset[int]:
+        """World ranks of a lane."""
+        return mesh.lane_ranks(self.layout, lane)
+
+
+class Tiering(BaseModel):
+    """What an engine must know of the tiers behind its ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: TierSettings
+    layout: Layout
+    form: Form
+    block_bytes: Positive
+    """Of one block, on the rank that keeps most of it."""
+    fetch_s: Seconds = 5.0
+    """From asking the ranks for blocks to the last moment at which their sequence waits for them; then it is computed."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that the tiers hold."""
+        shared = self.settings.directory_bytes if self.settings.directory is not None else 0
+        return max(self.settings.host_bytes, shared // self.layout.world) // self.block_bytes
+
+    def ranks_of(self, lane: int) -> frozenset[int]:
+        """World ranks of a lane."""
+        return mesh.lane_ranks(self.layout, lane)
+
+
+class EngineConfig(BaseModel):
+    """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
+
+    A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`), so that
+    ``kv_owners * num_blocks`` blocks can be in use at once; in each of `lanes`, which have ranks of their own (attn_dp).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_blocks: Positive
+    """KV blocks of one rank."""
+    kv_owners: Positive = 1
+    """Ranks that each hold a share of every sequence's blocks."""
+    lanes: Positive = 1
+    """Sets of ranks that each run sequences of their own."""
+    max_model_len: Positive
+    """Tokens of a sequence at most, prompt and generated together."""
+    block_size: Positive = 16
+    """Tokens of one KV block."""
+    max_batch_tokens: Positive = 2048
+    """Tokens run in one step at most, in each lane."""
+    max_sequences: Positive = 64
+    """Sequences running at once, in each lane."""
+    max_chunk_tokens: Positive = 1024
+    """Prompt tokens of one sequence in one step at most."""
+    stages: Positive = 1
+    """Pipeline stages of the ranks."""
+    plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Plans given to the ranks before the oldest one's result is back; None: one more than there are stages, so that the
+    next plan is there when a stage wants it."""
+    micro_batch_rows: Positive = 4
+    """Decodes are split over the stages into micro-batches of at least so many (`micro_batches.py`)."""
+    micro_batch_tokens: Positive = 128
+    """Prompt tokens that a step of several stages takes where there are that many."""
+    prefix_cache: bool = True
+    max_waiting_requests: Positive = 512
+    max_waiting_tokens: Positive = 1 << 20
+    """Prompt tokens in the queue. A prompt larger than this is still taken when nothing else waits."""
+    overdue_after_s: Seconds = 30.0
+    """A request queued this long goes ahead of everything that arrived after it, whatever its priority or tenant."""
+    step_timeout_s: Seconds = 60.0
+    """A step that takes longer means that the ranks are lost."""
+    rope: RopeSpec = RopeSpec()
+    """The model's: whether prompts of unlike length may share cached keys depends on it."""
+    experts: Balancing | None = None
+    """How experts are balanced while serving; None: they stay where they are."""
+    tiers: Tiering | None = None
+    """None: blocks do not outlive the device."""
+    pool: Pool | None = None
+    """None: this engine neither hands KV over nor takes it."""
+    vocab_size: Positive | None = None
+    """Where given, prompts with other token ids are refused before they reach a rank."""
+
+    @property
+    def depth(self) -> int:
+        """Plans in flight at most."""
+        return self.plans_in_flight or self.stages + 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can ever hold: the smaller of `max_model_len` and `cache_tokens`."""
+        return min(self.max_model_len, self.cache_tokens)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the pages of all owners hold together, in one lane."""
+        return self.num_blocks * self.kv_owners * self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    @model_validator(mode="after")
+    def _every_running_sequence_fits_a_step(self) -> Self:
+        if self.max_sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"max_sequences={self.max_sequences} exceeds max_batch_tokens={self.max_batch_tokens}: a step must have room "
+                f"for one token of every running sequence; use max_batch_tokens >= {self.max_sequences}"
+            )
+        return self

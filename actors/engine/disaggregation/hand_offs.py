@@ -1,0 +1,62 @@
+"""Everything of an engine that waits for others: prompts on their way in, prompts on their way out, blocks that are fetched.
+
+Three books, each with its own states; together they say what the next plan tells the ranks, and what there is to count.
+"""
+
+from __future__ import annotations
+
+from actors.engine.batching.lane import Lane
+from actors.engine.config.engine_config import EngineConfig
+from actors.engine.config.stats import HandOffStats
+from actors.engine.disaggregation.outgoing import Outgoings
+from actors.engine.disaggregation.reservations import Reservations
+from actors.engine.disaggregation.shelves import Shelves
+
+
+class HandOffs:
+    """The books. The scheduler writes in each of them directly."""
+
+    def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
+        self.reservations = Reservations(config, lanes)
+        self.outgoing = Outgoings(config, lanes)
+        self.shelves = Shelves(config, lanes)
+
+    def __bool__(self) -> bool:
+        """Whether anything is under way: something may have to be done though nothing is in flight."""
+        return bool(self.reservations) or bool(self.outgoing) or bool(self.shelves)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
+        into, out = self.reservations, self.outgoing
+        return bool(into.expects or into.forgets or out.forgets) or self.shelves.has_news
+
+    def tell(self) -> dict[str, object]:
+        """What the next plan says of them, once."""
+        into, out, shelves = self.reservations, self.outgoing, self.shelves
+        said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
+        said |= {"saves": shelves.saves, "fetches": shelves.fetches}
+        into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
+        shelves.saves, shelves.fetches = [], []
+        return said
+
+    def stats(self) -> HandOffStats:
+        """Numbers of both sides of hand-offs."""
+        into, out = self.reservations.counts, self.outgoing.counts
+        reserved = sum(made.is_live for made in self.reservations)
+        return HandOffStats(
+            reserved=reserved,
+            draining=len(self.reservations) - reserved,
+            sending=len(self.outgoing),
+            reservations=into.made,
+            reservation_wait_s=into.wait_s,
+            received=into.completed,
+            fallen_back=into.fallen_back,
+            outlived=into.outlived,
+            sent=out.completed,
+            failed=out.failed,
+            sent_bytes=out.num_bytes,
+            transfer_s=out.busy_s,
+            exposed_s=out.exposed_s,
+            overlap=out.overlap,
+        )

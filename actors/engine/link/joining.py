@@ -1,0 +1,50 @@
+"""One result a step from those of its lanes.
+
+leader of lane 0   step 7 ── step 8 ── step 9          each lane runs the plans in order, at its own pace
+leader of lane 1   step 7 ── step 8                    a lane without rows in a plan answers too, with nothing
+                   └ joined ┘└ joined ┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from actors.engine.link.link import LinkError
+from actors.wire.messages import StepResult
+
+
+class ResultJoiner:
+    """Holds the results of the lanes' leaders until all lanes have answered the step."""
+
+    def __init__(self, leaders: Sequence[int]) -> None:
+        """`leaders`: the world rank that answers for each lane (`placement.layout.mesh.leaders`)."""
+        self._waiting: dict[int, deque[StepResult]] = {leader: deque() for leader in leaders}
+
+    def __contains__(self, world_rank: int) -> bool:
+        """Whether a rank is one that answers."""
+        return world_rank in self._waiting
+
+    @property
+    def missing(self) -> list[int]:
+        """World ranks without which the oldest step cannot be joined."""
+        return [leader for leader, results in self._waiting.items() if not results]
+
+    def add(self, leader: int, result: StepResult) -> StepResult | None:
+        """Take a lane's result; the whole step's if this was the last one missing. Raises `LinkError` where lanes disagree."""
+        self._waiting[leader].append(result)
+        return None if self.missing else joined({leader: results.popleft() for leader, results in self._waiting.items()})
+
+
+def joined(results: dict[int, StepResult]) -> StepResult:
+    """The result of a step from those of its lanes, by leader. It took as long as the slowest."""
+    steps = {result.step for result in results.values()}
+    if len(steps) > 1:
+        found = ", ".join(f"rank {leader} step {result.step}" for leader, result in results.items())
+        raise LinkError(f"the lanes answer different steps: {found}")
+    return StepResult(
+        step=steps.pop(),
+        sampled=[item for result in results.values() for item in result.sampled],
+        prompt_logprobs=[item for result in results.values() for item in result.prompt_logprobs],
+        seconds=max(result.seconds for result in results.values()),
+    )

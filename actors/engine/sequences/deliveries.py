@@ -1,0 +1,64 @@
+"""Who hears about a request: each accepted request gets its events in order and exactly one final one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from actors.wire.messages import TokenEvent
+
+Deliver = Callable[[TokenEvent], None]
+"""Called from the engine's thread, one call at a time; must be quick and may raise (which ends that request only)."""
+
+logger = logging.getLogger(__name__)
+
+
+class Deliveries:
+    """The callbacks of live requests. Events of a request that is not live any more are dropped."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        """`flush`: called after the events of a step were handed over, so that receivers can send them on together."""
+        self._flush = flush
+        self._lock = threading.RLock()
+        """Held while calling, so that no event of a request can follow its last one."""
+        self._callbacks: dict[str, Deliver] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._callbacks
+
+    def open(self, request_id: str, deliver: Deliver) -> None:
+        """Without the lock: a caller holds its own here, and a callback may take that one while this one is held."""
+        self._callbacks[request_id] = deliver
+
+    def deliver(self, events: Iterable[TokenEvent]) -> list[str]:
+        """Hand over the events of a step. Requests whose receivers raised: struck off, and to be cancelled."""
+        with self._lock:
+            raised = [event.request_id for event in events if not self._deliver(event)]
+        self._flush()
+        return raised
+
+    def _deliver(self, event: TokenEvent) -> bool:
+        callback = self._callbacks.get(event.request_id)
+        if callback is None:
+            return True
+        if event.finish is not None:
+            del self._callbacks[event.request_id]
+        return self._call(callback, event)
+
+    def fail_all(self, reason: str) -> None:
+        """End every live request with an ``error`` event."""
+        with self._lock:
+            while self._callbacks:
+                request_id, callback = self._callbacks.popitem()
+                self._call(callback, TokenEvent(request_id=request_id, finish="error", error=reason))
+        self._flush()
+
+    def _call(self, callback: Deliver, event: TokenEvent) -> bool:
+        try:
+            callback(event)
+        except Exception:
+            logger.exception("the receiver of request %s raised; the request is dropped", event.request_id)
+            self._callbacks.pop(event.request_id, None)
+            return False
+        return True

@@ -1,0 +1,71 @@
+"""The queue: who is admitted next.
+
+In this order:
+
+1. requests queued for `overdue_after_s`, the oldest first;
+2. lower `priority`;
+3. those that were preempted (they hold tokens the client has seen);
+4. the tenant that was served least;
+5. arrival.
+
+**No starvation.** Whatever else arrives, after `overdue_after_s` a request stands behind nothing but requests that
+arrived before it, and those are finitely many with finitely many tokens each. It stays overdue once admitted, so later
+arrivals do not push it out of the cache either. The head of the queue is never overtaken for being large.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from actors.engine.sequences.fairness import TenantCounters
+from actors.engine.sequences.sequence import Sequence
+
+_Lane = tuple[int, str]
+
+
+class WaitingQueue:
+    """Sequences that hold no blocks, in one line per (priority, tenant), each line in order of arrival."""
+
+    def __init__(self, overdue_after_s: float, tenants: TenantCounters) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._overdue_after_s = overdue_after_s
+        self._tenants = tenants
+        self._lanes: dict[_Lane, deque[Sequence]] = {}
+
+    def push(self, sequence: Sequence) -> None:
+        """Add one that arrived after all others of its line."""
+        self._lanes.setdefault(_lane(sequence), deque()).append(sequence)
+        self._count(sequence, 1)
+
+    def push_back_in(self, sequence: Sequence) -> None:
+        """Add one that was preempted, before everything in its line that arrived later."""
+        lane = self._lanes.setdefault(_lane(sequence), deque())
+        place = next((i for i, other in enumerate(lane) if other.order > sequence.order), len(lane))
+        lane.insert(place, sequence)
+        self._count(sequence, 1)
+
+    def first(self, now: float) -> Sequence | None:
+        """The one to admit next; it stays in the queue. Costs one comparison a line."""
+        return min((lane[0] for lane in self._lanes.values()), key=lambda head: self._key(head, now), default=None)
+
+    def remove(self, sequence: Sequence) -> None:
+        lane = self._lanes[_lane(sequence)]
+        lane.remove(sequence)
+        if not lane:
+            del self._lanes[_lane(sequence)]
+        self._count(sequence, -1)
+
+    def _key(self, head: Sequence, now: float) -> tuple[bool, int, bool, int, int]:
+        if now - head.arrival_s >= self._overdue_after_s:
+            head.overdue = True
+            return (False, 0, False, 0, head.order)
+        return (True, head.request.priority, head.preemptions == 0, self._tenants.served(head.request.tenant), head.order)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self.num_requests += sign
+        self.num_tokens += sign * len(sequence.tokens)
+
+
+def _lane(sequence: Sequence) -> _Lane:
+    return (sequence.request.priority, sequence.request.tenant)

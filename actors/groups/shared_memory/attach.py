@@ -1,0 +1,125 @@
+"""How the processes of a shared-memory group find each other, with nothing but a name in common.
+
+Rank 0 makes the file, the others look for it. When rank 0 sees everybody attached it removes the name: from then on
+the memory lives exactly as long as the processes that map it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from actors.groups.group import GroupError
+from actors.groups.liveness import ProcessId, pid_space
+from actors.groups.shared_memory import segment
+from actors.groups.shared_memory.segment import LINE_BYTES, Geometry
+
+_POLL_S = 0.002
+ABSENT, ATTACHED, CLOSED, FAILED = range(4)
+"""What a rank says of itself."""
+
+
+class Roster:
+    """Who is in the group and how they are, kept in the segment: a rank writes its own entry and reads the others'."""
+
+    def __init__(self, words: memoryview, geometry: Geometry, rank: int) -> None:
+        self._words = words
+        self._rank = rank
+        self._first = [(geometry.rank_block(peer) + LINE_BYTES) // 8 for peer in range(geometry.size)]
+
+    def enter(self) -> None:
+        """Write down this process."""
+        process, first = ProcessId.current(), self._first[self._rank]
+        self._words[first + 1] = process.pid
+        self._words[first + 2] = process.started
+        self._words[first] = ATTACHED
+
+    def leave(self, state: int) -> None:
+        """Say that this rank will not answer any more (`CLOSED` or `FAILED`); the first reason stands."""
+        if self._words[self._first[self._rank]] == ATTACHED:
+            self._words[self._first[self._rank]] = state
+
+    def process(self, rank: int) -> ProcessId:
+        """The process of an attached rank."""
+        first = self._first[rank]
+        return ProcessId(pid_space(), self._words[first + 1], self._words[first + 2])
+
+    def absent(self) -> list[int]:
+        """Ranks that have not attached yet."""
+        return [rank for rank, first in enumerate(self._first) if self._words[first] == ABSENT]
+
+    def lost(self, rank: int) -> str | None:
+        """Why an attached rank will not answer any more, None if it may."""
+        state = self._words[self._first[rank]]
+        if state == ABSENT:
+            return None
+        if self.process(rank).has_ended() and state != CLOSED:
+            return f"rank {rank} (pid {self.process(rank).pid}) has died"
+        return {CLOSED: f"rank {rank} has closed the group", FAILED: f"rank {rank} has failed"}.get(state)
+
+    def all_lost(self) -> list[str]:
+        """Why each lost rank is."""
+        return [why for rank in range(len(self._first)) if (why := self.lost(rank))]
+
+
+def attach(name: str, rank: int, geometry: Geometry, title: str, timeout_s: float) -> tuple[mmap.mmap, memoryview, Roster]:
+    """Map the segment of group `name` and wait until all ranks have: its memory, also as 64-bit words, and who is in it.
+
+    Raises `GroupError`, naming the ranks that did not come in time, or the one that died on the way.
+    """
+    began = time.monotonic()
+    if rank == 0:
+        path, memory = segment.create(name, geometry)
+    else:
+        path, memory = _find(name, geometry, title, began + timeout_s)
+    words = memoryview(memory).cast("Q")
+    roster = Roster(words, geometry, rank)
+    roster.enter()
+    complete: Callable[[], bool]
+    try:
+        complete = (lambda: not roster.absent()) if rank == 0 else (lambda: bool(words[0]))
+        _wait_until(complete, roster, segment.maker(path), title, began, timeout_s)
+    except BaseException:
+        roster.leave(FAILED)
+        path.unlink(missing_ok=True)
+        raise
+    if rank == 0:
+        path.unlink()
+        words[0] = 1
+    return memory, words, roster
+
+
+def _find(name: str, geometry: Geometry, title: str, deadline: float) -> tuple[Path, mmap.mmap]:
+    while time.monotonic() < deadline:
+        path = segment.find(name)
+        if path is not None:
+            try:
+                return path, segment.map_existing(path, geometry)
+            except FileNotFoundError:
+                pass
+        time.sleep(_POLL_S)
+    raise GroupError(f"{title}: rank 0 did not make the group {name!r} in {segment.DIRECTORY} in time")
+
+
+def _wait_until(
+    complete: Callable[[], bool], roster: Roster, maker: ProcessId, title: str, began: float, timeout_s: float
+) -> None:
+    """Rank 0 waits for the others; they wait for its word that the name is gone (the first word of the segment)."""
+    while not complete():
+        waited_s = time.monotonic() - began
+        lost = roster.all_lost()
+        # The maker may die between making the file and entering the roster.
+        if maker.has_ended() and not lost:
+            lost = [f"rank 0 (pid {maker.pid}) has died"]
+        if lost and not complete():
+            _refuse(title, f"{'; '.join(lost)} while the group was made")
+        if waited_s > timeout_s:
+            _refuse(title, f"waited {waited_s:.1f} s for ranks {roster.absent()} to attach")
+        time.sleep(_POLL_S)
+
+
+def _refuse(title: str, problem: str) -> NoReturn:
+    raise GroupError(f"{title}: {problem}")

@@ -1,0 +1,71 @@
+"""A thread that writes pieces to the shared tier, so that the step loop never waits for a disk."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from threading import Condition, Thread
+
+from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.shared import SharedTier
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundWriter:
+    """Stores what it is given in `tier`, in order. At most `limit_bytes` wait; beyond that pieces are turned away: a slow
+    disk costs hits, not time."""
+
+    def __init__(self, tier: SharedTier, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_turned_away = 0
+        self.num_failed = 0
+        self._tier = tier
+        self._queue: deque[tuple[BlockName, Piece, bytes, int]] = deque()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._run, name="kv-tier-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
+        """Write it some time; False where too much waits already, or this is closed. Never waits."""
+        with self._changed:
+            if self._closed or self._waiting_bytes + len(data) > self.limit_bytes:
+                self.num_turned_away += 1
+                return False
+            self._queue.append((block, piece, data, place))
+            self._waiting_bytes += len(data)
+            self._changed.notify_all()
+            return True
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when all that was offered has been written. Raises `TimeoutError`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting_bytes == 0, timeout_s):
+                raise TimeoutError(f"{self._waiting_bytes:,} bytes still wait to be written to the tier after {timeout_s:g} s")
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits and end the thread. Raises `TimeoutError` where that takes longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the tier's writer has not ended after {timeout_s:g} s; {self._waiting_bytes:,} bytes wait")
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            try:
+                self.num_failed += not self._tier.store(*taken)
+            except Exception:
+                self.num_failed += 1
+                logger.exception("a block could not be stored")
+            with self._changed:
+                self._waiting_bytes -= len(taken[2])
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[BlockName, Piece, bytes, int] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            return self._queue.popleft() if self._queue else None

@@ -1,0 +1,64 @@
+"""A piece of a block as a file: what it is, then its bytes, under one checksum.
+
+    "SWKV" | checksum of all that follows, 16 bytes (BLAKE2b) | header length u32 | header (msgpack) | bytes of the piece
+
+Whatever is not exactly that, for exactly the piece that was asked for, is a miss: a flipped bit anywhere, a file cut short or
+too long, another version, a file under another's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgpack
+from pydantic import ValidationError
+
+from actors.kv_offload.piece import BlockName, Piece
+from actors.wire.messages import Message
+
+VERSION = 1
+_MAGIC = b"SWKV"
+_SUM_BYTES = 16
+_LENGTH = struct.Struct("<I")
+_MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
+
+
+class _Header(Message):
+    version: int
+    block: str
+    piece: str
+    num_bytes: int
+
+
+def encode(block: BlockName, piece: Piece, data: bytes) -> bytes:
+    """The file of a piece."""
+    header = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=len(data)).pack()
+    body = b"".join((_LENGTH.pack(len(header)), header, data))
+    return b"".join((_MAGIC, _checksum(body), body))
+
+
+def decode(content: bytes, block: BlockName, piece: Piece) -> bytes | None:
+    """The bytes of this piece of this block in a file; None where the file is not whole, or is that of something else."""
+    start = len(_MAGIC) + _SUM_BYTES
+    body = content[start:]
+    if len(body) < _LENGTH.size or content[:start] != _MAGIC + _checksum(body):
+        return None
+    end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    try:
+        header = _Header.unpack(body[_LENGTH.size : end])
+    except _MALFORMED:
+        return None
+    data = body[end:]
+    meant = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=len(data))
+    return data if header == meant else None
+
+
+def file_bytes(block: BlockName, piece: Piece, num_bytes: int) -> int:
+    """Length of the file of a piece of so many bytes."""
+    header = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=num_bytes).pack()
+    return len(_MAGIC) + _SUM_BYTES + _LENGTH.size + len(header) + num_bytes
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_SUM_BYTES).digest()

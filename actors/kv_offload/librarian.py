@@ -1,0 +1,122 @@
+"""A rank's part with the tiers: it puts away what plans name, and fetches what they ask for while steps run.
+
+    plan ──saves────→ copied to host memory before the step, so whoever gets the pages next may write them
+         ──fetches──→ (a thread) ──→ pages filled ──→ KVReport.fetched: how many blocks
+
+The pages of a fetch belong to a sequence that no plan runs before every rank has told.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import Counter
+from threading import Lock, Thread
+
+import torch
+
+from actors.kv_offload.directory import DirectoryTier
+from actors.kv_offload.host import HostTier
+from actors.kv_offload.piece import Form
+from actors.kv_offload.rank_blocks import RankBlocks
+from actors.kv_offload.tiers import Tiers
+from actors.model.kv.kv_caches import KVCaches
+from actors.wire.messages import KVFetch, KVReport, StepPlan
+from actors.wire.rank_config import RankConfig
+from actors.wire.tier_settings import TierSettings
+from placement.layout import mesh
+from placement.ownership.handoff import Side, holdings
+from placement.ownership.handoff_pages import PageTable
+
+logger = logging.getLogger(__name__)
+
+
+class Librarian:
+    """One rank's. Its methods are called from the rank's thread."""
+
+    def __init__(self, config: RankConfig, cache: KVCaches, settings: TierSettings) -> None:
+        lane = mesh.coords(config.layout, config.world_rank).attn_dp
+        side = Side(config.layout, config.block_size, lane)
+        self._rank, self._lane, self._device = config.world_rank, lane, torch.device(config.device)
+        self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
+        self._form = Form.of(config.spec, settings.model_digest, config.dtype, config.block_size)
+        shared = None if settings.directory is None else DirectoryTier(settings.directory, settings.directory_bytes)
+        self.tiers = Tiers(self._form, HostTier(settings.host_bytes), shared)
+        first_head = self._held.kv_heads.start
+        self._blocks = RankBlocks(self.tiers, config.spec, side, config.world_rank, cache.parts[0], first_head)
+        self._asked: queue.SimpleQueue[KVFetch | None] = queue.SimpleQueue()
+        self._done: dict[str, int] = {}
+        self._lock = Lock()
+        self._num_open = 0
+        self._told_hits: Counter[str] = Counter()
+        self._thread = Thread(target=self._work, name=f"kv-tiers-{self._rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether to poll."""
+        return self._num_open > 0
+
+    def before(self, plan: StepPlan) -> None:
+        """What a plan asks for before its step."""
+        for save in plan.saves:
+            if save.lane == self._lane:
+                table = PageTable(self._held.ownership, save.blocks)
+                for place, block in zip(save.places, save.hashes, strict=True):
+                    self._blocks.save(range(place, place + 1), [self._form.name(block)], table)
+        for fetch in plan.fetches:
+            if fetch.lane == self._lane:
+                self._num_open += 1
+                self._asked.put(fetch)
+
+    def poll(self) -> KVReport | None:
+        """The fetches that are done since the last call, if any are. Never waits."""
+        with self._lock:
+            done, self._done = self._done, {}
+        self._num_open -= len(done)
+        if not done:
+            return None
+        hits = Counter({**self.tiers.hits, "unwritten": self.tiers.num_unwritten})
+        fresh, self._told_hits = dict(hits - self._told_hits), hits
+        return KVReport(world_rank=self._rank, fetched=done, tier_hits=fresh)
+
+    def close(self) -> None:
+        """End the thread, and write what waits."""
+        self._asked.put(None)
+        self._thread.join()
+        self.tiers.close()
+
+    def _work(self) -> None:
+        while (fetch := self._asked.get()) is not None:
+            found = self._fetched(fetch)
+            with self._lock:
+                self._done[fetch.ticket_id] = found
+
+    def _fetched(self, fetch: KVFetch) -> int:
+        table = PageTable(self._held.ownership, fetch.blocks)
+        names = [self._form.name(block) for block in fetch.hashes]
+        try:
+            with torch.inference_mode():
+                found = self._blocks.load(range(fetch.first, fetch.first + len(names)), names, table)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except Exception:  # whatever is wrong with a tier, the prompt can be computed
+            logger.exception("blocks of %s could not be fetched", fetch.ticket_id)
+            return 0
+        return found
+
+
+class NoLibrarian:
+    """That of a rank without tiers."""
+
+    is_busy = False
+
+    def before(self, plan: StepPlan) -> None:
+        """Nothing is put away."""
+
+    def poll(self) -> KVReport | None:
+        """Nothing is fetched."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""

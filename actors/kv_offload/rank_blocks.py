@@ -1,0 +1,92 @@
+"""One rank's blocks on their way between its cache and the tiers, by the hand-off map.
+
+To the map a tier is a side with a single rank, which keeps everything. So what a rank writes is what it would hand to that
+side (of ranks that keep the same, each shares its part of the layers), and what it reads is what it would get from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import lcm
+
+import torch
+
+from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.tiers import Tiers
+from actors.kv_transfer.pages import copy_slots
+from actors.kv_transfer.staging import gather, scatter
+from actors.kv_transfer.transport import flat_bytes
+from actors.model.kv.kv_cache import KVCache
+from placement.layout.layout import Layout
+from placement.model.spec import ModelSpec
+from placement.ownership.handoff import Copy, Side, handoff
+from placement.ownership.handoff_pages import PageTable
+
+
+class RankBlocks:
+    """The rank `world_rank` of `side`, whose pages are `cache` from KV head `first_head` on."""
+
+    def __init__(self, tiers: Tiers, spec: ModelSpec, side: Side, world_rank: int, cache: KVCache, first_head: int) -> None:
+        self._tiers, self._cache, self._first_head = tiers, cache, first_head
+        self._tokens = tiers.form.block_tokens
+        tier = Side(Layout(), self._tokens)
+        # Ownership repeats after this many positions, and with it what a rank writes or reads of a block.
+        window = range(lcm(side.layout.kv_owners * side.page_tokens, self._tokens))
+        self._writes = [copy for copy in handoff(spec, side, tier, window) if copy.source == world_rank]
+        self._reads = [copy for copy in handoff(spec, tier, side, window) if copy.destination == world_rank]
+
+    def pieces(self, place: int) -> list[Piece]:
+        """What the rank needs of the block at `place` of a sequence; empty where other ranks keep it."""
+        return [piece for _, piece in self._of_block(self._reads, place)]
+
+    def save(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
+        """Keep what this rank has of the blocks at `places` of a sequence with these names, and share its part; bytes shared.
+
+        `table`: its pages. The values must have been computed.
+        """
+        total = 0
+        for place, name in zip(places, names, strict=True):
+            kept: dict[Piece, bytes] = {}
+            for copy, piece in self._of_block(self._reads, place):
+                kept[piece] = self._taken(copy, table)
+                self._tiers.keep(name, piece, kept[piece])
+            for copy, piece in self._of_block(self._writes, place):
+                data = kept[piece] if piece in kept else self._taken(copy, table)
+                total += len(data) if self._tiers.share(name, piece, data, place) else 0
+        return total
+
+    def load(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
+        """Fill this rank's pages with the blocks at `places`; how many of them, from the first on, it has now.
+
+        A block that cannot be had whole ends it: pages from there on are not touched. The ranks of a side must agree on
+        the least of their counts.
+        """
+        for index, (place, name) in enumerate(zip(places, names, strict=True)):
+            parts = list(self._of_block(self._reads, place))
+            found = [self._tiers.fetch(name, piece, place) for _, piece in parts]
+            if any(data is None for data in found):
+                return index
+            for (copy, _), data in zip(parts, found, strict=True):
+                if data is not None:
+                    self._put(copy, data, table)
+        return len(places)
+
+    def _taken(self, copy: Copy, table: PageTable) -> bytes:
+        values = torch.empty(self._shape(copy), dtype=self._cache.dtype, device=self._cache.device)
+        gather(self._cache, self._first_head, copy, copy_slots(copy, table), values)
+        return bytes(flat_bytes(values.cpu()).numpy().tobytes())
+
+    def _put(self, copy: Copy, data: bytes, table: PageTable) -> None:
+        values = torch.frombuffer(bytearray(data), dtype=self._cache.dtype).view(self._shape(copy)).to(self._cache.device)
+        scatter(self._cache, self._first_head, copy, copy_slots(copy, table), values)
+
+    def _shape(self, copy: Copy) -> tuple[int, ...]:
+        return len(copy.layers), self._cache.planes, len(copy.kv_heads), len(copy.positions), self._cache.head_dim
+
+    def _of_block(self, copies: Sequence[Copy], place: int) -> Iterator[tuple[Copy, Piece]]:
+        """The parts of copies in one block: each one run of positions, with its name."""
+        start = place * self._tokens
+        for copy in copies:
+            for span in copy.positions.anywhere(range(start, start + self._tokens)).spans():
+                one = Copy(copy.source, copy.destination, copy.layers, copy.kv_heads, copy.positions.anywhere(span))
+                yield one, Piece(copy.layers, copy.kv_heads, range(span.start - start, span.stop - start))

@@ -1,0 +1,206 @@
+"""A rank's part in hand-offs: it does what plans ask for between and within steps, and tells how far it is.
+
+plan ──expects──→ be ready, and say where the bytes go     ──→ KVReport.opened
+       rows   ──→ step: after each range of layers, write what is new of a ticket's sequence in them
+       forgets ─→ begin no more, expect no more
+poll          ──→ writes that are done, bytes that arrived ──→ KVReport.sent, KVReport.arrived
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from itertools import pairwise
+
+from actors.kv_transfer.compatibility import Compatibility, IncompatiblePeerError
+from actors.kv_transfer.endpoint import KVEndpoint, Peer
+from actors.kv_transfer.outbound import Outbound
+from actors.kv_transfer.queue_order import queue_order
+from actors.kv_transfer.transport import TransferError, Transport
+from actors.model.decoder import Decoder
+from actors.model.kv.kv_caches import KVCaches
+from actors.wire.messages import KVExpect, KVReader, KVReport, KVSend, KVSent, StepPlan
+from actors.wire.rank_config import RankConfig
+from placement.layout import mesh
+from placement.layout.layout import Layout
+from placement.ownership.handoff import Copy, Side, holdings
+from placement.ownership.handoff_pages import PageTable
+from placement.ownership.handoff_positions import shared
+
+_SIGN_EVERY_S = 1.0
+
+
+class Courier:
+    """One rank's. `side` is its own, with its lane. Not safe for several threads."""
+
+    def __init__(self, config: RankConfig, endpoint: KVEndpoint) -> None:
+        self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
+        self._side = side_of(config)
+        self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
+        self._ranges, self._range_bytes = _cut(self._held.layers, config.handoff_ranges), config.handoff_range_bytes
+        self._order = queue_order(endpoint.device)
+        self._outbound: dict[str, Outbound] = {}
+        self._running: list[Outbound] = []
+        """Those with tokens in the step under way."""
+        self._peers: dict[bytes, Peer] = {}
+        """Ranks this one can write to, by their greetings."""
+        self._greeting = endpoint.greeting()
+        self._news = KVReport(world_rank=self._rank)
+        self._told_s = 0.0
+
+    @classmethod
+    def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> Courier:
+        """That of the rank of `config`. `name`: the transport's, with its version.
+
+        Raises `ModelError` for a model whose KV cannot be handed over.
+        """
+        held = next(each for each in holdings(config.spec, side_of(config)) if each.world_rank == config.world_rank)
+        compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)
+        return cls(config, KVEndpoint(transport, cache.parts[0], held, compatibility))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether to poll."""
+        return bool(self._outbound) or self._endpoint.num_expected > 0
+
+    def watch(self, decoder: Decoder) -> None:
+        """Send what `decoder` computes, range by range of its layers."""
+        decoder.watch(self._ranges, self._ran)
+
+    def before(self, plan: StepPlan) -> None:
+        """What a plan asks for before its step."""
+        lane = self._side.lane
+        for expect in plan.expects:
+            if expect.lane == lane:
+                self._expect(expect)
+        for send in plan.sends:
+            if send.lane == lane:
+                self._begin(send)
+        for ticket_id in plan.forgets:
+            self._endpoint.forget(ticket_id)
+            if ticket_id in self._outbound:
+                self._outbound[ticket_id].stop("it was given up")
+        self._meet(plan)
+
+    def after(self) -> None:
+        """The step is over: what it computed has been sent."""
+        self._order.flush()
+        for out in self._running:
+            out.computed()
+        self._running = []
+
+    def poll(self) -> KVReport | None:
+        """What has happened since the last call, if anything has; while writes are under way, once a second at least: a sign
+        of life. Never waits."""
+        if self._endpoint.num_expected:
+            self._news.arrived.extend(self._endpoint.poll())
+        for out in list(self._outbound.values()):
+            sent = out.look()
+            if sent is not None:
+                self._done(out, sent)
+        found = self._news
+        is_due = bool(self._outbound) and time.monotonic() >= self._told_s + _SIGN_EVERY_S
+        if not (found.opened or found.arrived or found.sent or is_due):
+            return None
+        self._told_s = time.monotonic()
+        self._news = KVReport(world_rank=self._rank)
+        return found
+
+    def close(self) -> None:
+        """Give the pools back."""
+        self._endpoint.close()
+
+    def _meet(self, plan: StepPlan) -> None:
+        """Know whose tokens the step runs, and in which pages they will be."""
+        by_sequence = {out.sequence_id: out for out in self._outbound.values()}
+        for row in plan.rows if by_sequence else []:
+            out = by_sequence.get(row.sequence_id)
+            if out is not None:
+                out.runs(row.start + row.count, row.new_blocks)
+                self._running.append(out)
+
+    def _ran(self, layers: range) -> None:
+        if self._running:
+            self._order.put(partial(self._send, layers))
+
+    def _send(self, layers: range) -> None:
+        for out in self._running:
+            out.ran(layers)
+
+    def _expect(self, expect: KVExpect) -> None:
+        need = self._need(range(expect.first, expect.tokens))
+        table = PageTable(self._held.ownership, expect.blocks)
+        place = self._endpoint.expect(expect.ticket_id, need, table)
+        reader = KVReader(world_rank=self._rank, greeting=self._greeting, staged_at=place.staged_at)
+        self._news.opened[expect.ticket_id] = reader
+        if not self._endpoint.num_bytes(need):
+            self._endpoint.forget(expect.ticket_id)
+            self._news.arrived.append(expect.ticket_id)
+
+    def _need(self, window: range) -> Copy:
+        """All that this rank keeps of some positions, whoever sends it."""
+        held = self._held
+        return Copy(-1, self._rank, held.layers, held.kv_heads, shared(held.ownership, held.ownership, window))
+
+    def _begin(self, send: KVSend) -> None:
+        ticket_id = send.ticket.ticket_id
+        try:
+            out = Outbound(self._endpoint, self._spec, self._side, self._rank, send, self._range_bytes)
+            out.connected({rank: self._peer(greeting) for rank, greeting in out.greetings.items()})
+            self._outbound[ticket_id] = out
+        except (TransferError, IncompatiblePeerError, ValueError) as error:
+            self._news.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
+
+    def _peer(self, greeting: bytes) -> Peer:
+        if greeting not in self._peers:
+            self._peers[greeting] = self._endpoint.connect(greeting)
+        return self._peers[greeting]
+
+    def _done(self, out: Outbound, sent: KVSent) -> None:
+        del self._outbound[out.ticket_id]
+        self._news.sent.append(sent)
+        if sent.error is not None:
+            self._forget_peers(out)
+
+    def _forget_peers(self, out: Outbound) -> None:
+        """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way to it. One
+        that did not end in time is ended so, and with it whatever else is."""
+        busy = {greeting for other in self._outbound.values() for greeting in other.greetings.values()}
+        for greeting in out.greetings.values():
+            if greeting in self._peers and (out.is_cut or greeting not in busy):
+                self._endpoint.disconnect(self._peers.pop(greeting))
+
+
+class NoCourier:
+    """That of a rank of no pool."""
+
+    is_busy = False
+
+    def watch(self, decoder: Decoder) -> None:
+        """Nothing is sent."""
+
+    def before(self, plan: StepPlan) -> None:
+        """Nothing is asked for."""
+
+    def after(self) -> None:
+        """Nothing is sent."""
+
+    def poll(self) -> KVReport | None:
+        """Nothing happens."""
+        return None
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def _cut(layers: range, count: int) -> list[range]:
+    """At most `count` ranges of layers, in order, as even as can be."""
+    parts = min(count, len(layers))
+    ends = [layers.start + at * len(layers) // parts for at in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def side_of(config: RankConfig) -> Side:
+    """The side of a rank, in its own lane."""
+    layout: Layout = config.layout
+    return Side(layout, config.block_size, mesh.coords(layout, config.world_rank).attn_dp)

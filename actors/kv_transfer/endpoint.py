@@ -1,0 +1,290 @@
+"""One rank's end of KV transfers: its cache and staging buffer as pools, its peers, what it expects and what it sends.
+
+    writer                                     reader
+                                               expect(name, copy, own table)  -> where to (staged or pages)
+    connect(greeting)  ←────────────────────── greeting()
+    send(peer, name, copy, own table, where)
+              ══ bytes, then {name, part} ═══→ poll() -> the names whose bytes are in its pages
+
+The reader reserves first and says where; writers write, the whole or parts of it one after the other, each once; the reader
+learns of a part by its tag, and has the whole when the parts add up to it. A tag nobody expects (an aborted transfer, a
+stranger) is counted and changes nothing; whoever gives up a transfer calls `forget`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgpack
+import torch
+from pydantic import ValidationError
+
+from actors.kv_transfer.compatibility import Compatibility
+from actors.kv_transfer.pages import CacheShape, copy_ranges, copy_slots
+from actors.kv_transfer.staging import Staging, gather, is_small, scatter
+from actors.kv_transfer.transport import STAGING, Notice, Ranges, Transfer, TransferError, Transport, flat_bytes
+from actors.model.kv.kv_cache import KVCache
+from actors.wire.messages import Message
+from placement.ownership.handoff import Copy, Holding
+from placement.ownership.handoff_pages import PageTable
+from placement.ownership.handoff_positions import Positions
+
+_MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
+
+
+class Greeting(Message):
+    """How a rank introduces itself to those that will write to it."""
+
+    compatibility: Compatibility
+    shape: CacheShape
+    description: bytes
+
+
+class Place(Message):
+    """Where the reader wants a copy: a run of its staging buffer (its first byte), or, at None, the pages themselves."""
+
+    staged_at: int | None
+
+
+class _Tag(Message):
+    """Says what has arrived: of the copy `name` (the same on both sides and used once) the part that `copy` describes, as
+    (start, stop) ranges; and where it was staged."""
+
+    name: str
+    layers: tuple[int, int]
+    kv_heads: tuple[int, int]
+    window: tuple[int, int]
+    period: int
+    runs: list[tuple[int, int]]
+    staged_at: int | None
+
+    @classmethod
+    def of(cls, name: str, part: Copy, staged_at: int | None) -> _Tag:
+        positions = part.positions
+        return cls(
+            name=name,
+            layers=_ends(part.layers),
+            kv_heads=_ends(part.kv_heads),
+            window=_ends(positions.window),
+            period=positions.period,
+            runs=[_ends(run) for run in positions.runs],
+            staged_at=staged_at,
+        )
+
+    def part(self, whole: Copy) -> Copy:
+        """What it describes of a copy. Raises `ValueError` where that is none of it."""
+        runs, window = [range(*run) for run in self.runs], range(*self.window)
+        ordered = all(one.stop <= other.start for one, other in pairwise([*runs, range(self.period, self.period)]))
+        if not (ordered and all(run.start >= 0 for run in runs) and window.start >= 0):
+            raise ValueError(f"runs {self.runs} of every {self.period} in {self.window} are no positions")
+        positions = Positions(window, self.period, tuple(runs))
+        part = Copy(whole.source, whole.destination, range(*self.layers), range(*self.kv_heads), positions)
+        inside = _is_in(part.layers, whole.layers) and _is_in(part.kv_heads, whole.kv_heads)
+        if not (inside and _is_in(window, whole.positions.window)):
+            raise ValueError(
+                f"layers {part.layers}, heads {part.kv_heads}, positions {window} are not those that were reserved"
+            )
+        return part
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that can be written to."""
+
+    name: str
+    shape: CacheShape
+
+
+@dataclass
+class _Expected:
+    copy: Copy
+    table: PageTable
+    place: Place
+    missing: int
+    """(layer, head, position)s that have not arrived."""
+
+
+class Sending:
+    """A copy on its way out. Its pages must stay as they are until `is_done`, which also frees the staging run."""
+
+    def __init__(self, transfer: Transfer, staging: Staging, staged_at: int | None) -> None:
+        self._transfer, self._staging, self._staged_at = transfer, staging, staged_at
+
+    def is_done(self) -> bool:
+        """Whether all bytes are there. Raises `TransferError` where they never will be."""
+        try:
+            done = self._transfer.is_done()
+        except TransferError:
+            self._release()
+            raise
+        if done:
+            self._release()
+        return done
+
+    def abandon(self) -> None:
+        """Wait for it no longer. The peer must be disconnected before anything else is staged."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._staged_at is not None:
+            self._staging.release(self._staged_at)
+            self._staged_at = None
+
+
+class KVEndpoint:
+    """See above. `held` is what the rank keeps; `staging_bytes` the size of the buffer for small slices (0: none)."""
+
+    def __init__(
+        self, transport: Transport, cache: KVCache, held: Holding, compatibility: Compatibility, staging_bytes: int = 64 << 20
+    ) -> None:
+        self.compatibility, self.shape, self.device = compatibility, CacheShape.of(cache, held), cache.device
+        self.num_stray = 0
+        """Notices of copies that nobody expected."""
+        self._transport, self._cache = transport, cache
+        self._staging = Staging(flat_bytes(torch.zeros(staging_bytes, dtype=torch.uint8, device=cache.device)))
+        self._expected: dict[str, _Expected] = {}
+        pools = {layer: cache.pages(layer) for layer in held.layers}
+        transport.register(pools | ({STAGING: self._staging.memory} if staging_bytes else {}))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of all copies sent."""
+        return self._transport.bytes_sent
+
+    @property
+    def num_expected(self) -> int:
+        return len(self._expected)
+
+    def greeting(self) -> bytes:
+        """What a writer's `connect` takes."""
+        description = self._transport.describe()
+        return Greeting(compatibility=self.compatibility, shape=self.shape, description=description).pack()
+
+    def connect(self, greeting: bytes) -> Peer:
+        """Be able to send to the rank that greeted so.
+
+        Raises `IncompatiblePeerError` with both values of all that differs, `TransferError` where it cannot be reached.
+        """
+        try:
+            found = Greeting.unpack(greeting)
+        except _MALFORMED as error:
+            raise TransferError(f"a greeting of {len(greeting)} bytes cannot be read: {error}") from None
+        self.compatibility.require(found.compatibility, "the peer")
+        return Peer(self._transport.connect(found.description), found.shape)
+
+    def expect(self, name: str, copy: Copy, table: PageTable) -> Place:
+        """Be ready for a copy into the pages of `table`, which are the caller's until it arrives or is forgotten.
+
+        Staged where there is room and its page ranges, as far as this side knows, are small. Raises `ValueError` for a name
+        in use.
+        """
+        if name in self._expected:
+            raise ValueError(f"a copy {name!r} is expected already")
+        small = is_small(*self._ranges_here(copy, table))
+        staged = self._staging.reserve(self.num_bytes(copy)) if small else None
+        self._expected[name] = _Expected(copy, table, Place(staged_at=staged), _num_units(copy))
+        return self._expected[name].place
+
+    def forget(self, name: str) -> None:
+        """Expect it no longer; nothing where it is not expected. Its pages must not be given away while its writer may
+        still write: after its abort is acknowledged, or the peer is disconnected."""
+        expected = self._expected.pop(name, None)
+        if expected is not None and expected.place.staged_at is not None:
+            self._staging.release(expected.place.staged_at)
+
+    def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, place: Place, peer_table: PageTable) -> Sending:
+        """Begin to send a copy, or a part of one, from own pages to where the peer wants it; parts have places of their own in
+        the run of the whole. The values must have been computed.
+
+        Where it is to be staged and there is no room for that here, `StagingFullError`: try again once another is done.
+        """
+        tag = _Tag.of(name, copy, place.staged_at).pack()
+        if place.staged_at is None:
+            self._settle()
+            ranges = copy_ranges(copy, self.shape, table, peer.shape, peer_table)
+            return Sending(self._transport.write(peer.name, ranges, tag), self._staging, None)
+        size = self.num_bytes(copy)
+        at = self._staging.reserve(size)
+        if at is None:
+            raise StagingFullError(
+                f"{size:,} bytes to stage, {self._staging.num_reserved:,} in use here: wait for a copy to end"
+            )
+        try:
+            gather(self._cache, self.shape.first_head, copy, copy_slots(copy, table), self._staging.view(at, self._cache, copy))
+            self._settle()
+            ranges = Ranges.single(STAGING, at, STAGING, place.staged_at, size)
+            return Sending(self._transport.write(peer.name, ranges, tag), self._staging, at)
+        except Exception:
+            self._staging.release(at)
+            raise
+
+    def poll(self) -> list[str]:
+        """Names of the expected copies that have arrived since the last call, their values in their pages. Never waits."""
+        return [name for notice in self._transport.poll() if (name := self._arrived(notice)) is not None]
+
+    def disconnect(self, peer: Peer) -> None:
+        self._transport.disconnect(peer.name)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _arrived(self, notice: Notice) -> str | None:
+        """The name of a copy that is here whole with this notice."""
+        try:
+            tag = _Tag.unpack(notice.tag)
+            expected = self._expected[tag.name]
+            part = tag.part(expected.copy)
+            self._check_staged(expected, part, tag.staged_at)
+        except (*_MALFORMED, KeyError):
+            self.num_stray += 1
+            return None
+        if tag.staged_at is not None:
+            staged = self._staging.view(tag.staged_at, self._cache, part)
+            scatter(self._cache, self.shape.first_head, part, copy_slots(part, expected.table), staged)
+            self._settle()
+        expected.missing -= _num_units(part)
+        if expected.missing > 0:
+            return None
+        self.forget(tag.name)
+        return tag.name
+
+    def _check_staged(self, expected: _Expected, part: Copy, staged_at: int | None) -> None:
+        """Raise `ValueError` for a part staged outside the run of its copy."""
+        if staged_at is None:
+            return
+        start, end = expected.place.staged_at, staged_at + self.num_bytes(part)
+        if start is None or not start <= staged_at <= end <= start + self.num_bytes(expected.copy):
+            raise ValueError(
+                f"bytes {staged_at}..{end} of the staging buffer are not of this copy's run, which begins at {start}"
+            )
+
+    def _ranges_here(self, copy: Copy, table: PageTable) -> tuple[int, int]:
+        """How many ranges its own pages make of a copy, and its bytes."""
+        ranges = copy_ranges(copy, self.shape, table, self.shape, table)
+        return len(ranges), ranges.num_bytes
+
+    def num_bytes(self, copy: Copy) -> int:
+        """Bytes of a copy."""
+        return _num_units(copy) * self.shape.planes * self.shape.token_bytes
+
+    def _settle(self) -> None:
+        """Wait until what was queued on the device has run: the transport knows no streams."""
+        if self._cache.device.type == "cuda":
+            torch.cuda.current_stream(self._cache.device).synchronize()
+
+
+def _num_units(copy: Copy) -> int:
+    return len(copy.layers) * len(copy.kv_heads) * len(copy.positions)
+
+
+def _ends(span: range) -> tuple[int, int]:
+    return span.start, span.stop
+
+
+def _is_in(part: range, whole: range) -> bool:
+    return whole.start <= part.start <= part.stop <= whole.stop
+
+
+class StagingFullError(TransferError):
+    """No room to stage a copy now."""

@@ -1,0 +1,197 @@
+"""The transport between processes and hosts: NIXL, whose agents write into each other's registered memory over UCX (RDMA,
+TCP or shared memory; memory of CPUs and of GPUs).
+
+Traps: an agent that a process inherits by fork never completes a transfer, so a process that uses this is spawned. What is
+written must be finished: on a GPU the caller waits for its stream before `write`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+
+from actors.kv_transfer.transport import Notice, Ranges, TransferError, checked_pools
+from actors.wire.messages import Message
+
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+"""Modules that NIXL comes as, by the CUDA version they were built for; either works without a GPU."""
+
+
+class _Description(Message):
+    """What a peer needs: NIXL's own metadata, and where each pool is (address, bytes, device)."""
+
+    name: str
+    agent: bytes
+    memory: str
+    pools: dict[int, tuple[int, int, int]]
+
+
+class NixlTransfer:
+    """A write under way, by NIXL's handle."""
+
+    def __init__(self, transport: NixlTransport, handle: Any, peer: str, what: str) -> None:
+        self._transport, self._handle, self._peer, self._what = transport, handle, peer, what
+        self._done = False
+
+    def is_done(self) -> bool:
+        if not self._done:
+            try:
+                state = self._transport.agent.check_xfer_state(self._handle)
+            except Exception as error:  # NIXL has exceptions of its own for every status
+                raise TransferError(f"{self._what} to {self._peer} failed: {error}") from error
+            if state == "ERR":
+                raise TransferError(f"{self._what} to {self._peer} failed; the peer may be gone")
+            self._done = state == "DONE"
+            if self._done:
+                self._transport.agent.release_xfer_handle(self._handle)
+        return self._done
+
+
+class _Told:
+    """A tag without bytes."""
+
+    def is_done(self) -> bool:
+        return True
+
+
+class NixlTransport:
+    """The `Transport` of one process. `backend`: the plugin of NIXL that moves the bytes."""
+
+    def __init__(self, name: str, backend: str = "UCX") -> None:
+        api = _api()
+        self.name = f"{name}-{uuid.uuid4().hex[:12]}"  # a restarted rank is another agent to its peers
+        self.bytes_sent = 0
+        self._backend, self._process = backend, os.getpid()
+        self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[backend]))
+        self._pools: dict[int, tuple[int, int, int]] = {}
+        self._memory, self._registered = "DRAM", None
+        self._kept: list[Tensor] = []
+        self._peers: dict[str, _Description] = {}
+
+    @property
+    def agent(self) -> Any:
+        """NIXL's agent. Raises `TransferError` once closed, and in a process that was forked from the one that made it."""
+        if self._agent is None:
+            raise TransferError(f"NIXL agent {self.name} has been closed")
+        if os.getpid() != self._process:
+            raise TransferError(
+                f"NIXL agent {self.name} was made by process {self._process} and is used by {os.getpid()}, a fork of it, where "
+                "no transfer would ever end: start the process with spawn"
+            )
+        return self._agent
+
+    def register(self, pools: Mapping[int, Tensor]) -> None:
+        flat = checked_pools(pools)
+        kinds = {tensor.device.type for tensor in flat.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"pools are on {sorted(kinds)}: those of one transport are all on one kind of device")
+        self._memory = "DRAM" if kinds <= {"cpu"} else "VRAM"
+        self._kept = list(flat.values())
+        self._pools = {pool: (x.data_ptr(), x.numel(), max(0, x.get_device())) for pool, x in flat.items()}
+        regions = [(*where, "") for where in self._pools.values()]
+        self._registered = self.agent.register_memory(regions, self._memory, backends=[self._backend])
+
+    def describe(self) -> bytes:
+        agent = self.agent.get_agent_metadata()
+        return _Description(name=self.name, agent=agent, memory=self._memory, pools=self._pools).pack()
+
+    def connect(self, description: bytes) -> str:
+        try:
+            peer = _Description.unpack(description)
+        except (ValidationError, ValueError, TypeError, msgpack.UnpackException) as error:
+            raise TransferError(f"a description of {len(description)} bytes is not one of a NIXL peer: {error}") from None
+        self.disconnect(peer.name)
+        try:
+            self.agent.add_remote_agent(peer.agent)
+        except Exception as error:
+            raise TransferError(f"{self.name} cannot reach {peer.name}: {error}") from error
+        self._peers[peer.name] = peer
+        return peer.name
+
+    def write(self, peer: str, ranges: Ranges, tag: bytes) -> NixlTransfer | _Told:
+        there = self._peers.get(peer)
+        if there is None:
+            raise TransferError(f"{self.name} is not connected to {peer!r}: it is to {sorted(self._peers)}")
+        ranges.check(_sizes(self._pools), _sizes(there.pools))
+        what = f"a write of {ranges.num_bytes:,} bytes in {len(ranges):,} ranges"
+        try:
+            if not len(ranges):
+                self.agent.send_notif(peer, tag)
+                return _Told()
+            transfer = NixlTransfer(self, self._begin(there, ranges, tag), peer, what)
+        except Exception as error:
+            raise TransferError(f"{what} from {self.name} to {peer} could not be begun: {error}") from error
+        self.bytes_sent += ranges.num_bytes
+        return transfer
+
+    def _begin(self, there: _Description, ranges: Ranges, tag: bytes) -> Any:
+        agent, table = self.agent, ranges.table
+        own = agent.get_xfer_descs(_addresses(self._pools, table[:, [0, 1, 4]]), self._memory)
+        peers = agent.get_xfer_descs(_addresses(there.pools, table[:, 2:]), there.memory)
+        handle = agent.initialize_xfer("WRITE", own, peers, there.name, tag, backends=[self._backend])
+        if agent.transfer(handle) == "ERR":
+            agent.release_xfer_handle(handle)
+            raise TransferError("NIXL refused it")
+        return handle
+
+    def poll(self) -> list[Notice]:
+        told = self.agent.get_new_notifs(backends=[self._backend])
+        return [Notice(peer, tag) for peer, tags in told.items() for tag in tags]
+
+    def disconnect(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self.agent.remove_remote_agent(peer)
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        if self._registered is not None:
+            self.agent.deregister_memory(self._registered, backends=[self._backend])
+        self._registered, self._kept, self._pools = None, [], {}
+        self._agent = None  # with the last reference its progress thread ends
+
+
+def is_installed() -> bool:
+    """Whether NIXL can be imported here."""
+    try:
+        _api()
+    except TransferError:
+        return False
+    return True
+
+
+def nixl_version() -> str:
+    """Version of the package that is used, for the handshake. Raises `TransferError` where there is none."""
+    name = _api().__name__.split(".")[0].replace("_", "-")
+    return metadata.version(name)
+
+
+def _api() -> Any:
+    faults = []
+    for package in PACKAGES:
+        try:
+            return import_module(f"{package}._api")
+        except ImportError as error:
+            faults.append(str(error))
+    raise TransferError(f"NIXL cannot be imported ({'; '.join(faults)}): pip install 'shardwright[pools]'")
+
+
+def _addresses(pools: Mapping[int, tuple[int, int, int]], runs: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """[runs, 3] of pool, offset and length -> of address, length and device, as NIXL takes them."""
+    where = np.array([pools[pool] for pool in runs[:, 0].tolist()], np.int64)
+    return np.stack((where[:, 0] + runs[:, 1], runs[:, 2], where[:, 2]), 1).astype(np.uint64)
+
+
+def _sizes(pools: Mapping[int, tuple[int, int, int]]) -> dict[int, int]:
+    return {pool: size for pool, (_, size, _) in pools.items()}

@@ -1,0 +1,79 @@
+"""The attention seam: what a decoder asks of a kernel, and which kernel a device gets.
+
+A backend plans once a step (`prepare`) and runs once a layer (`attend`). Queries are aligned to the end of their
+sequence: a query at position p sees positions ``[max(0, p - window + 1), p]``, whatever the chunking.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actors.model.kv.kv_cache import KVCache
+from actors.model.step.batch import Batch
+
+
+class AttentionBackend(Protocol):
+    """A kernel family behind one interface. Stateless: everything about a step is in its metadata.
+
+    A cache is that of the layers of one kind; a step has a plan for each kind.
+    """
+
+    name: str
+
+    def prepare(self, batch: Batch, cache: KVCache) -> Any:
+        """The plan of a step, shared by all its layers; only this backend reads it."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: Any,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write `k` and `v` [tokens, kv_heads, dim] to the cache, then attend from `q` [tokens, q_heads, dim of k].
+
+        Returns [tokens, q_heads, dim of v], which may be less. `window` as in `ModelSpec.windows`; `scale` multiplies the
+        scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``. `sinks` [q_heads] fp32: see `with_sinks`.
+        """
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention `out` [..., dim] with log-sum-exp `lse` [...] over all keys, had each head a further key of score `sinks`
+    and value 0. In out's dtype.
+
+    The sink adds ``exp(sink)`` to the denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is
+    ``out * sigmoid(lse - sink)``. To be done once, after partial outputs are merged.
+    """
+    return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype)
+
+
+def choose(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    softcap: bool = False,
+    sinks: bool = False,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+) -> AttentionBackend:
+    """The fastest backend present for this device, dtype, page size (tokens per block) and size of heads.
+
+    `softcap`: which can cap scores; `sinks`: which can do sinks; `value_dim`: not given, that of values is `head_dim` too.
+    """
+    if torch.device(device).type == "cuda":
+        from actors.model.attention.cuda.choose import choose_cuda
+
+        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim, value_dim=value_dim)
+    from actors.model.attention.cpu.backend import CpuAttention
+
+    backend: AttentionBackend = CpuAttention()
+    return backend

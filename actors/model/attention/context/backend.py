@@ -1,0 +1,208 @@
+"""Attention where the keys of a sequence lie on several ranks: the `AttentionBackend` of every layout with cp or dcp.
+
+Each query's answer is the sum of parts over disjoint keys, joined by their log-sum-exp::
+
+    fresh     own heads      keys at hand or visiting: this step's own tokens
+    shared    all heads of   keys that owners hold:  - decode and short chunks: own pages here, summed over cp
+              the dcp group                          - split rows: visiting pages, or own queries visiting pages
+                  └── back to own heads, summed over dcp ──┐
+    answer  =  fresh + ────────────────────────────────────┘
+
+Collectives of a layer, each only where the step has rows for it:
+
+    all_gather dcp, all_to_all dcp    rows with cached keys: queries there, parts back
+    all_gather cp                     decode and short chunks with cached keys: parts
+    all_gather cp | send/recv cp      split rows: fresh keys, and cached ones where those travel (by cp_style)
+    all_gather cp, all_to_all cp      split rows whose queries travel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.model.attention.backend import with_sinks
+from actors.model.attention.context.dcp_heads import HeadExchange
+from actors.model.attention.context.forms import Form, Meeting, plain_meeting
+from actors.model.attention.context.plan import STYLES, ContextPlan, Setting
+from actors.model.attention.context.shares import KeyRun, RowShare
+from actors.model.attention.context.visits import Style
+from actors.model.attention.partial import PartialKernel
+from actors.model.attention.parts import Sum, merge_packed, pack
+from actors.model.kv.kv_cache import KVCache
+from actors.model.step.batch import Batch
+from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import ModelSpec
+from placement.ownership.context import Place, passes_kv
+from placement.ownership.context_heads import group_heads, weights
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One call of `attend`."""
+
+    plan: ContextPlan
+    kernel: PartialKernel
+    cache: KVCache
+    layer: int
+    window: int | None
+    scale: float
+    softcap: float | None
+    form: Form
+    """Of queries that meet shared keys."""
+
+    def add_fresh(self, total: Sum, meeting: Meeting, run: KeyRun, kept: Tensor) -> None:
+        """Add to the tokens of a row what they see of its fresh keys, made of `kept` [keys, kv_heads, dim]."""
+        row = run.row
+        form = meeting.fresh(row)
+        for at, out, lse in self._seen(form, form.queries(meeting.q[row.tokens]), row.spans, run, *form.keys_values(kept)):
+            total.add(slice(row.tokens.start + at.start, row.tokens.start + at.stop), form.answers(out), lse)
+
+    def add_shared(
+        self, total: Sum, at: slice, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
+    ) -> None:
+        """Add to the tokens `at` of `total` what `q` [tokens, heads, dim] sees of `keys`, `values` [1, kv_heads, keys, dim]."""
+        for rows, out, lse in self._seen(self.form, q, spans, run, keys, values):
+            total.add(slice(at.start + rows.start, at.start + rows.stop), out, lse)
+
+    def add_pages(self, total: Sum, at: slice, q: Tensor, row: RowShare, spans: tuple[range, ...]) -> None:
+        """As `add_shared`, over the cached keys of `row` in own pages."""
+        run, read = self.plan.pages[row.index]
+        if read is not None:
+            self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.layer))
+
+    def _seen(
+        self, form: Form, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """For some of `q` at a time: which, the part [heads, tokens, part_dim] they got, and its LSE."""
+        queries = q.transpose(0, 1).unsqueeze(0)
+        for call in self.plan.sights(run, spans, self.window):
+            out, lse = self.kernel.dense(
+                queries[:, :, call.queries],
+                keys[:, :, call.keys],
+                values[:, :, call.keys],
+                self.scale,
+                self.softcap,
+                call.causal,
+                call.mask,
+            )
+            yield call.queries, form.parts(out[0]), lse[0]
+
+
+class ContextAttention:
+    """The backend of one rank; a setting for each kind of attention."""
+
+    def __init__(self, *settings: Setting) -> None:
+        self._kernel, self._cp, self._settings = settings[0].kernel, settings[0].cp, settings
+        self.name = f"context parallel, {self._kernel.name}"
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, layout: Layout, at: Coords, groups: Mapping[str, Group], kernel: PartialKernel, block_size: int
+    ) -> ContextAttention:
+        """The backend of the rank at `at`, which has the groups ``cp`` and ``dcp``."""
+        place = Place.of(layout, at, block_size)
+
+        def setting(kind: AttentionKind) -> Setting:
+            exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, at.tp))])
+            queries, keys = weights(kind, layout, at.tp)
+
+            def keys_travel(new: int, cached: int) -> bool:
+                return passes_kv(new, cached, queries, keys, layout.cp)
+
+            return Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], keys_travel)
+
+        return cls(*map(setting, spec.kinds))
+
+    def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
+        return ContextPlan(batch, cache, self._settings[cache.kind])
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: ContextPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.meet(plain_meeting(q, k, v), cache, layer, plan, window, scale, softcap, sinks)
+
+    def meet(
+        self,
+        meeting: Meeting,
+        cache: KVCache,
+        layer: int,
+        plan: ContextPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`attend`, whatever it is that is kept of a token: returns [tokens, q_heads, answer_dim]."""
+        q, kept, form = meeting.q, meeting.kept, meeting.shared
+        call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
+        cache.write_kept(layer, plan.slots, kept[plan.kept])
+        fresh = Sum(q.shape[1], q.shape[0], meeting.answer_dim, q.device)
+        shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
+        visitors = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
+        for run in plan.chunks:
+            call.add_fresh(fresh, meeting, run, kept[run.row.tokens])
+        if plan.num_whole:
+            self._add_whole_rows(shared, visitors, call)
+        if plan.style is not None:
+            self._add_visits(plan.style, fresh, shared, meeting, visitors, self._contribution(kept, call), call)
+        if plan.queries is not None:
+            rows = slice(len(plan.shared) - plan.num_queries, len(plan.shared))
+            shared.add(rows, *plan.queries.attend(visitors[rows], form.part_dim, call.add_pages))
+        if len(plan.shared):
+            out, lse = plan.heads.scatter(shared, q.dtype)
+            fresh.add(plan.shared, form.answers(out.to(q.dtype)), lse)
+        out = fresh.out if sinks is None else with_sinks(fresh.out, fresh.lse, sinks[:, None])
+        return out.transpose(0, 1).to(q.dtype)
+
+    def _add_whole_rows(self, shared: Sum, q: Tensor, call: _Layer) -> None:
+        """Rows that every cp rank runs: each over its own pages, then joined over cp."""
+        plan = call.plan
+        here = Sum(shared.out.shape[0], plan.num_whole, call.form.part_dim, q.device)
+        for task in plan.decode(call.window):
+            out, lse = task.run_with_lse(q[task.rows], call.cache, call.layer, call.scale, call.softcap)
+            here.add(task.rows, call.form.parts(out.transpose(0, 1)), lse.transpose(0, 1))
+        for row in plan.whole_chunks:
+            at = plan.shared_at[row.index]
+            call.add_pages(here, at, q[at], row, row.spans)
+        packed = self._cp.all_gather(pack(here.out, here.lse, q.dtype))
+        shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
+
+    def _contribution(self, kept: Tensor, call: _Layer) -> Tensor:
+        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys travel."""
+        plan = call.plan
+        parts = [kept[plan.split_tokens]]
+        for row in plan.passing_keys:
+            _, read = plan.pages[row.index]
+            if read is not None:
+                keys, values = read.read(call.cache, call.layer)
+                parts.append(call.cache.joined(keys[0], values[0]).transpose(0, 1))
+        return torch.cat(parts)
+
+    def _add_visits(
+        self, style: Style, fresh: Sum, shared: Sum, meeting: Meeting, visitors: Tensor, own: Tensor, call: _Layer
+    ) -> None:
+        """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
+        for visit, tensor in style.visits(own):
+            call.cache.write_kept(call.layer, visit.slots, tensor[visit.kept])
+            for run in visit.fresh:
+                call.add_fresh(fresh, meeting, run, tensor[run.keys])
+            for run in visit.cached:
+                at = call.plan.shared_at[run.row.index]
+                call.add_shared(shared, at, visitors[at], run.row.spans, run, *call.form.keys_values(tensor[run.keys]))

@@ -1,0 +1,77 @@
+"""What queries and keys become before a kernel sees them, and what its output means, where keys lie on several ranks.
+
+Plain attention gives a kernel what it has. Latent attention has two forms (`placement.model.mla_spec`), and uses both in one step:
+own queries may meet fresh keys in one and, with those of other ranks, cached keys in the other::
+
+    queries ──→ kernel ──→ part (this travels, with its log-sum-exp, and is merged) ──→ answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.model.attention.context.shares import RowShare
+
+
+class Form(Protocol):
+    """One way in which queries meet keys. `part_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
+
+    @property
+    def part_dim(self) -> int: ...
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries of a layer [tokens, heads, _] -> of the kernel [tokens, heads, dim]."""
+
+    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """What is kept of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
+
+    def parts(self, out: Tensor) -> Tensor:
+        """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, part_dim]."""
+
+    def answers(self, parts: Tensor) -> Tensor:
+        """[heads, tokens, part_dim] -> [heads, tokens, answer_dim]; linear, and row by row."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Keys and values as they are, kept side by side."""
+
+    key_dim: int
+    part_dim: int
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q
+
+    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        both = kept.transpose(0, 1).unsqueeze(0)
+        return both[..., : self.key_dim], both[..., self.key_dim :]
+
+    def parts(self, out: Tensor) -> Tensor:
+        return out
+
+    def answers(self, parts: Tensor) -> Tensor:
+        return parts
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One layer's queries and keys. `fresh`: the form of a row among its fresh keys; `shared`: of all rows over cached ones."""
+
+    q: Tensor
+    """[tokens, heads, _]"""
+    kept: Tensor
+    """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
+    fresh: Callable[[RowShare], Form]
+    shared: Form
+    answer_dim: int
+
+
+def plain_meeting(q: Tensor, k: Tensor, v: Tensor) -> Meeting:
+    """Of plain attention: `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
+    form = Plain(k.shape[2], v.shape[2])
+    return Meeting(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])

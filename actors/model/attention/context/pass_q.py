@@ -1,0 +1,48 @@
+"""Queries that travel: few new tokens with a long cached context (pass-Q of Yang et al. 2024, arXiv 2411.01783).
+
+All cp ranks get all queries of these rows, each attends to the pages it owns, and the partial outputs go back::
+
+    rank 0   q0 ─┐ all_gather   [q0 q1] x own pages ─┐ all_to_all   q0: parts of rank 0 and 1, merged
+    rank 1   q1 ─┘              [q0 q1] x own pages ─┘              q1: parts of rank 0 and 1, merged
+
+Only cached keys are met this way. The fresh ones travel in any case: whoever owns their blocks must see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.model.attention.context.shares import RowShare
+from actors.model.attention.parts import Sum, merge_packed, pack
+from placement.ownership.context import Place
+
+AddCached = Callable[[Sum, slice, Tensor, RowShare, tuple[range, ...]], None]
+"""Adds to the tokens ``slice`` of a sum what queries [tokens, heads, dim] at the given positions see in the row's own pages."""
+
+
+class QueryExchange:
+    """The two collectives of the rows `rows` in one step."""
+
+    def __init__(self, cp: Group, rows: Sequence[RowShare], place: Place) -> None:
+        self._cp = cp
+        self._runs = [(row, place.spans(row.start, row.count, cp_rank)) for cp_rank in range(place.cp) for row in rows]
+        lengths = [sum(map(len, runs)) for _, runs in self._runs]
+        self._sizes = [sum(lengths[rank * len(rows) : (rank + 1) * len(rows)]) for rank in range(place.cp)]
+
+    def attend(self, q: Tensor, part_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
+        """Own queries `q` [tokens, heads, dim] of the rows -> [heads, tokens, part_dim] over everybody's pages, and LSE."""
+        everybody = self._cp.all_gather(q, self._sizes)
+        parts = Sum(q.shape[1], len(everybody), part_dim, q.device)
+        at = 0
+        for row, runs in self._runs:
+            tokens = slice(at, at + sum(map(len, runs)))
+            add_cached(parts, tokens, everybody[tokens], row, runs)
+            at = tokens.stop
+        packed = pack(parts.out.transpose(0, 1), parts.lse.transpose(0, 1), q.dtype)
+        own = len(q)
+        received = self._cp.all_to_all(packed, self._sizes, [own] * self._cp.size)
+        out, lse = merge_packed(received.view(self._cp.size, own, *received.shape[1:]))
+        return out.transpose(0, 1), lse.transpose(0, 1)

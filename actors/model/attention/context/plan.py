@@ -1,0 +1,124 @@
+"""One step of attention whose keys lie on several ranks, planned for all its layers: which rows meet their keys where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.model.attention.context.dcp_heads import HeadExchange
+from actors.model.attention.context.pass_q import QueryExchange
+from actors.model.attention.context.shares import KeyRun, RowShare, Shelf, shares
+from actors.model.attention.context.sights import Sight, sights
+from actors.model.attention.context.visits import Gathered, Ring, Style
+from actors.model.attention.cpu.decode import decode_row
+from actors.model.attention.partial import PagedTask, PartialKernel
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.pages import Source, source
+from actors.model.step.batch import Batch
+from placement.ownership.context import Place
+
+MakeStyle = Callable[[Group, Sequence[Shelf], Sequence[RowShare], Place, torch.device], Style]
+STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not change from step to step. `keys_travel` (new tokens, cached tokens) decides for split rows."""
+
+    place: Place
+    kernel: PartialKernel
+    cp: Group
+    heads: HeadExchange
+    style: MakeStyle
+    keys_travel: Callable[[int, int], bool]
+
+
+class ContextPlan:
+    """A step on one rank, for all its layers. Tokens with shared keys are numbered anew: whole rows, then split ones."""
+
+    def __init__(self, batch: Batch, cache: KVCache, setting: Setting) -> None:
+        self._cache, self._place, self._kernel = cache, setting.place, setting.kernel
+        place, cp, self.heads = setting.place, setting.cp, setting.heads
+        self._sights: dict[tuple[int, tuple[range, ...], int | None], list[Sight]] = {}
+        self._decode: dict[int | None, Sequence[PagedTask]] = {}
+        rows = shares(batch, place)
+        whole = [row for row in rows if not row.is_split and row.has_shared_keys]
+        self.split = [row for row in rows if row.is_split]
+        cached = [row for row in self.split if row.start]
+        self.passing_keys = [row for row in cached if setting.keys_travel(row.count, row.start)]
+        passing_queries = [row for row in cached if row not in self.passing_keys]
+
+        self.kept = torch.nonzero(batch.slots >= 0).flatten()
+        self.slots = batch.slots[self.kept]
+        self.chunks = [_at_hand(row) for row in rows if not row.is_split and not row.is_decode]
+        self.decodes = [row for row in whole if row.is_decode]
+        self.pages = {row.index: self._own_pages(row) for row in [*whole, *cached] if not row.is_decode}
+        self.shared_at = _numbered([*whole, *self.passing_keys, *passing_queries])
+        self.num_whole = sum(row.count for row in whole)
+        self.whole_chunks = [row for row in whole if not row.is_decode]
+        self.shared = _indices([*whole, *self.passing_keys, *passing_queries], cache.device)
+        self.split_tokens = _indices(self.split, cache.device)
+
+        self.queries = QueryExchange(cp, passing_queries, place) if passing_queries else None
+        self.num_queries = sum(_length(row.tokens) for row in passing_queries)
+        self.style = self._style(cp, setting.style) if self.split else None
+
+    def sights(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[Sight]:
+        """The kernel calls of queries at `spans` over the keys of `run`, made once a step."""
+        key = (id(run), spans, window)
+        if key not in self._sights:
+            self._sights[key] = sights(spans, run.positions, window, self._cache.device)
+        return self._sights[key]
+
+    def decode(self, window: int | None) -> Sequence[PagedTask]:
+        """Tasks of the decode rows that see keys in own pages; their tokens are numbered as shared."""
+        if window not in self._decode:
+            mine, size = self._place.ownership(), self._place.block_size
+            found = []
+            for row in self.decodes:
+                first = 0 if window is None else mine.length(max(0, row.start + 1 - window))
+                stop = mine.length(row.start + 1)
+                if first < stop:
+                    found.append(decode_row(self.shared_at[row.index].start, row.blocks, first, stop, size))
+            self._decode[window] = self._kernel.decode(found, self._cache) if found else []
+        return self._decode[window]
+
+    def _own_pages(self, row: RowShare) -> tuple[KeyRun, Source | None]:
+        """The cached keys of a row that lie here, and where; None where there are none."""
+        positions = self._place.ownership().positions(row.start)
+        read = source(self._cache, row.blocks, 0, len(positions)) if len(positions) else None
+        return KeyRun(row, slice(0, len(positions)), positions), read
+
+    def _style(self, cp: Group, make: MakeStyle) -> Style:
+        place = self._place
+        shelves = [Shelf.sent_by(rank, self.split, self.passing_keys, place) for rank in range(place.cp)]
+        return make(cp, shelves, self.split, place, self._cache.device)
+
+
+def _at_hand(row: RowShare) -> KeyRun:
+    """The fresh keys of a row that this rank runs whole."""
+    return KeyRun(row, slice(0, row.count), np.arange(row.start, row.start + row.count))
+
+
+def _length(tokens: slice) -> int:
+    return int(tokens.stop) - int(tokens.start)
+
+
+def _numbered(rows: Sequence[RowShare]) -> dict[int, slice]:
+    """The tokens of each row where those of `rows` lie end to end."""
+    found, at = {}, 0
+    for row in rows:
+        found[row.index] = slice(at, at + _length(row.tokens))
+        at += _length(row.tokens)
+    return found
+
+
+def _indices(rows: Sequence[RowShare], device: torch.device) -> Tensor:
+    """The tokens of `rows` in the step, end to end."""
+    found = [token for row in rows for token in range(row.tokens.start, row.tokens.stop)]
+    return torch.tensor(found, dtype=torch.int64, device=device)

@@ -1,0 +1,125 @@
+"""What one rank has to do with each row of a step, under context parallelism: which tokens it runs, which keys it keeps.
+
+    row          tokens here              its cached keys            its fresh keys
+    decode       1, on every cp rank      own pages, fresh one too   -
+    chunk        all, on every cp rank    own pages                  all, here
+    split        two zig-zag chunks       own pages, and others'     own chunks, and others'
+
+Plain values, made once a step from the plan's numbers alone, so that all ranks make the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.model.attention.context.sights import Positions
+from actors.model.step.batch import Batch
+from placement.ownership.context import Ownership, Place, is_split
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """One row of a step on one rank."""
+
+    index: int
+    start: int
+    """Cached tokens before this step."""
+    count: int
+    """New tokens, on all cp ranks together."""
+    tokens: slice
+    """Where this rank's new tokens of the row lie in the step."""
+    spans: tuple[range, ...]
+    """Their positions."""
+    blocks: list[int]
+    """This owner's blocks of the sequence."""
+    is_split: bool
+
+    @property
+    def is_decode(self) -> bool:
+        return self.count == 1
+
+    @property
+    def has_shared_keys(self) -> bool:
+        """Whether some of its keys lie with an owner: those of a first chunk are all at hand."""
+        return self.start > 0 or self.is_decode
+
+
+def shares(batch: Batch, place: Place) -> list[RowShare]:
+    """The rows of a step, in order."""
+    rows, token = [], 0
+    for index, (start, count, blocks) in enumerate(zip(batch.context_lens, batch.new_lens, batch.block_tables, strict=True)):
+        runs = place.spans(start, count)
+        tokens = slice(token, token + sum(map(len, runs)))
+        rows.append(RowShare(index, start, count, tokens, runs, blocks, is_split(count, place.cp)))
+        token = tokens.stop
+    return rows
+
+
+@dataclass(frozen=True)
+class KeyRun:
+    """Keys of one row that lie end to end in a tensor, in the order of their positions."""
+
+    row: RowShare
+    keys: slice
+    positions: Positions
+
+
+class Shelf:
+    """What lies in a tensor of keys and values, token by token: kind (fresh or cached), row and position."""
+
+    FRESH, CACHED = 0, 1
+
+    def __init__(self, kind: Positions, row: Positions, position: Positions) -> None:
+        self.kind, self.row, self.position = kind, row, position
+
+    @classmethod
+    def sent_by(cls, cp_rank: int, split: Sequence[RowShare], cached: Sequence[RowShare], place: Place) -> Shelf:
+        """What `cp_rank` contributes to a step: its own chunks of the rows `split`, its own pages of the rows `cached`."""
+        parts = [
+            (cls.FRESH, row.index, np.concatenate([np.arange(s.start, s.stop) for s in runs]))
+            for row in split
+            for runs in [place.spans(row.start, row.count, cp_rank)]
+        ]
+        parts += [(cls.CACHED, row.index, place.ownership(cp_rank).positions(row.start)) for row in cached]
+        return cls.joined([cls(np.full(len(p), k), np.full(len(p), r), p) for k, r, p in parts])
+
+    @classmethod
+    def joined(cls, shelves: Sequence[Shelf]) -> Shelf:
+        """Shelf after shelf."""
+        columns = [[getattr(shelf, name) for shelf in shelves] for name in ("kind", "row", "position")]
+        return cls(*(np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def sorting(self) -> Positions:
+        """The order that puts fresh tokens first, then each row's tokens together and by position."""
+        return np.lexsort((self.position, self.row, self.kind))
+
+    def reordered(self, order: Positions) -> Shelf:
+        return Shelf(self.kind[order], self.row[order], self.position[order])
+
+    def runs(self, kind: int, rows: Sequence[RowShare]) -> list[KeyRun]:
+        """The tokens of one kind, row by row; the shelf is sorted."""
+        found = []
+        for row in rows:
+            at = np.flatnonzero((self.kind == kind) & (self.row == row.index))
+            if len(at):
+                found.append(KeyRun(row, slice(int(at[0]), int(at[-1]) + 1), self.position[at]))
+        return found
+
+    def kept(self, rows: Sequence[RowShare], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The fresh tokens that are `mine`: where they lie on the shelf, and the cache slots they go to."""
+        at, slots = [], []
+        for run in self.runs(self.FRESH, rows):
+            for offset, position in enumerate(run.positions.tolist()):
+                slot = mine.slot(position, run.row.blocks)
+                if slot >= 0:
+                    at.append(run.keys.start + offset)
+                    slots.append(slot)
+        return torch.tensor(at, dtype=torch.int64, device=device), torch.tensor(slots, dtype=torch.int64, device=device)

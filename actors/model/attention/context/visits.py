@@ -1,0 +1,84 @@
+"""How the keys and values of split rows come to the ranks that need them: all at once, or one rank's at a time.
+
+A rank contributes to each layer its own chunks' K and V, and of the cached keys that travel those in its own pages, as one
+tensor ``[tokens, kv_heads, K and V]``, or of latents ``[tokens, 1, latent_dim]``. What its queries attend to is a
+sequence of *visits*::
+
+    allgather   one visit: everybody's tokens, put in order             one collective; all K and V of one layer at once,
+                                                                        2 * (cached + new) * kv_heads * head_dim elements
+    ring        cp visits: own tokens, the left neighbour's, ...        cp - 1 sends, each on its way while the tokens it
+                                                                        carries are computed with; two ranks' share at once
+
+Memory is that of one layer, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.model.attention.context.shares import KeyRun, RowShare, Shelf
+from placement.ownership.context import Place
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one tensor of keys and values holds: fresh and cached tokens by row, and those that this rank keeps."""
+
+    fresh: list[KeyRun]
+    cached: list[KeyRun]
+    kept: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: Place, device: torch.device) -> Visit:
+        kept, slots = shelf.kept(rows, place.ownership(), device)
+        return cls(shelf.runs(Shelf.FRESH, rows), shelf.runs(Shelf.CACHED, rows), kept, slots)
+
+
+class Style(Protocol):
+    """The visits of one step, the same for every layer."""
+
+    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
+        """Every visit with its tensor; `own` is what this rank contributes."""
+
+
+class Gathered:
+    """``cp_style=allgather``."""
+
+    def __init__(
+        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: Place, device: torch.device
+    ) -> None:
+        self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
+        everything = Shelf.joined(shelves)
+        order = everything.sorting()
+        self._order = torch.from_numpy(order).to(device)
+        self._visit = Visit.of(everything.reordered(order), rows, place, device)
+
+    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
+        yield self._visit, self._cp.all_gather(own, self._sizes)[self._order]
+
+
+class Ring:
+    """``cp_style=ring`` (Liu et al. 2023, arXiv 2310.01889): what is here goes on to the right before it is used here."""
+
+    def __init__(
+        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: Place, device: torch.device
+    ) -> None:
+        self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
+        self._visits = [Visit.of(shelf, rows, place, device) for shelf in shelves]
+
+    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
+        cp, here = self._cp, own
+        for step in range(cp.size):
+            source = (cp.rank - step) % cp.size
+            if step > 0:
+                here = cp.recv((self._sizes[source], *own.shape[1:]), own.dtype, (cp.rank - 1) % cp.size)
+            if step < cp.size - 1:
+                cp.send(here, (cp.rank + 1) % cp.size)
+            yield self._visits[source], here

@@ -1,0 +1,63 @@
+"""Attention on CPU with torch's own flash kernel, over pages it does not know of.
+
+A step becomes a few tasks (buckets of decode rows, prefill chunks), planned once a step for each window a model uses and
+shared by all layers with that window.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from actors.model.attention.cpu.decode import DecodeBucket, plan_decode
+from actors.model.attention.cpu.prefill import WholeChunk, WindowBlock, plan_prefill
+from actors.model.kv.kv_cache import KVCache
+from actors.model.step.batch import Batch
+
+Task = DecodeBucket | WholeChunk | WindowBlock
+
+
+class CpuPlan:
+    """The tasks of one step, by window."""
+
+    def __init__(self, batch: Batch, cache: KVCache) -> None:
+        self.slots = batch.slots
+        self._batch, self._cache = batch, cache
+        self._tasks: dict[int | None, list[Task]] = {}
+
+    def tasks(self, window: int | None) -> list[Task]:
+        """Tasks that together hold every token of the step exactly once."""
+        if window not in self._tasks:
+            decode, prefill = (plan(self._batch, self._cache, window) for plan in (plan_decode, plan_prefill))
+            self._tasks[window] = [*decode, *prefill]
+        return self._tasks[window]
+
+
+class CpuAttention:
+    """The CPU `AttentionBackend`."""
+
+    name = "torch flash (CPU)"
+
+    def prepare(self, batch: Batch, cache: KVCache) -> CpuPlan:
+        return CpuPlan(batch, cache)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: CpuPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        cache.write(layer, plan.slots, k, v)
+        tasks = plan.tasks(window)
+        if len(tasks) == 1:
+            return tasks[0].run(q, k, v, cache, layer, scale, softcap, sinks)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for task in tasks:
+            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap, sinks)
+        return out

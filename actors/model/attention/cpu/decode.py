@@ -1,0 +1,152 @@
+"""Decode rows (one query each) on CPU: batched into buckets of like length, one kernel call a bucket.
+
+A bucket is padded to its longest row, so its rows must be of like length. Rows are taken longest first; a row joins the
+bucket while padding it wastes at most a quarter of the longest row, or no more than 64 tokens (what another kernel call
+would cost)::
+
+    blocks of each row    [ 90 88 70 | 40 38 | 3 2 1 1 ]        three buckets
+
+A bucket's pages are gathered and its padding masked with -inf. A bucket of one row whose blocks are consecutive is a view of
+the cache; splitting larger buckets into such views was slower than the copy it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.model.attention.cpu.flash import flash, flash_with_lse
+from actors.model.kv.kv_cache import KVCache
+from actors.model.kv.pages import Gather, Source, consecutive, source
+from actors.model.step.batch import Batch
+
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+"""A function like `flash_with_lse`."""
+
+_WASTE = 0.25
+_FREE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class DecodeBucket:
+    """Rows of one kernel call. `mask` is [rows, 1, 1, keys] fp32: -inf where a row's keys are padding or out of window."""
+
+    rows: slice | Tensor
+    keys: Source
+    mask: Tensor | None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
+        keys, values = self.keys.read(cache, layer)
+        rows, heads, dim = q.shape
+        # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
+        grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
+        sinks = None if sinks is None else sinks.view(cache.kv_heads, -1)
+        out = flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap, sinks=sinks)
+        return out.reshape(rows, heads, values.shape[3])
+
+    def run_with_lse(
+        self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None, kernel: Kernel = flash_with_lse
+    ) -> tuple[Tensor, Tensor]:
+        """Output [rows, q_heads, dim of values] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
+        keys, values = self.keys.read(cache, layer)
+        rows, heads, dim = q.shape
+        grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
+        out, lse = kernel(grouped, keys, values, scale, mask=self.mask, softcap=softcap)
+        return out.reshape(rows, heads, values.shape[3]), lse.reshape(rows, heads)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One query, the token `token` of the step, and the blocks its keys are in."""
+
+    token: int
+    blocks: list[int]
+    first: int
+    """First visible token, counted from the start of `blocks`."""
+    stop: int
+    """One past the last visible token, counted likewise."""
+
+
+def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
+    """Buckets that together hold every sequence with one query token."""
+    return bucketed(_rows(batch, cache.block_size, window), cache)
+
+
+def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
+    """Buckets that together hold every one of `rows`, each of which sees at least one key."""
+    longest_first = sorted(rows, key=lambda row: -len(row.blocks))
+    return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
+
+
+def decode_row(token: int, table: list[int], first: int, stop: int, block_size: int) -> DecodeRow:
+    """A row that sees the tokens ``[first, stop)`` of those that lie end to end in the blocks of `table`."""
+    skipped = first // block_size
+    return DecodeRow(token, table[skipped : -(-stop // block_size)], first - skipped * block_size, stop - skipped * block_size)
+
+
+def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[DecodeRow]:
+    token = 0
+    for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+        if queries == 1:
+            stop = context + 1
+            first = 0 if window is None else max(0, stop - window)
+            yield decode_row(token, table, first, stop, block_size)
+        token += queries
+
+
+def _bucket(rows: list[DecodeRow], block_size: int) -> list[list[DecodeRow]]:
+    """Group rows, longest first, by the waste rule above."""
+    buckets: list[list[DecodeRow]] = []
+    for row in rows:
+        longest = len(buckets[-1][0].blocks) if buckets else 0
+        padding = longest - len(row.blocks)
+        if buckets and (padding <= _WASTE * longest or padding * block_size <= _FREE_TOKENS):
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return buckets
+
+
+def _merge_rows(bucket: list[DecodeRow], cache: KVCache) -> DecodeBucket:
+    bucket.sort(key=lambda row: row.token)
+    if len(bucket) == 1:
+        row = bucket[0]
+        return DecodeBucket(slice(row.token, row.token + 1), source(cache, row.blocks, row.first, row.stop), None)
+    longest = max(len(row.blocks) for row in bucket)
+    # Short rows repeat their own last block: a neighbour's NaN must not reach them through a weight of 0.
+    tables = [row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket]
+    keys = longest * cache.block_size
+    return DecodeBucket(
+        _token_rows([row.token for row in bucket], cache.device),
+        Gather(cache, tables, 0, keys),
+        _mask(bucket, keys, cache.device),
+    )
+
+
+def _mask(bucket: list[DecodeRow], keys: int, device: torch.device) -> Tensor:
+    at = torch.arange(keys, device=device)
+    first = torch.tensor([[row.first] for row in bucket], device=device)
+    stop = torch.tensor([[row.stop] for row in bucket], device=device)
+    visible = (at >= first) & (at < stop)
+    return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[:, None, None]
+
+
+def _token_rows(tokens: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where the tokens are consecutive (a view, no copy), else their indices."""
+    if consecutive(tokens):
+        return slice(tokens[0], tokens[-1] + 1)
+    return torch.tensor(tokens, device=device)

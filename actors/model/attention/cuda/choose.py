@@ -1,0 +1,80 @@
+"""Which attention kernel a CUDA device gets: the first package present that can read pages of this size.
+
+    vllm_flash_attn (stand-alone)   pages of 16 tokens      vllm.vllm_flash_attn   pages of 16
+    flash_attn                      pages of 256            torch varlen_attn      pages of 256
+
+All need fp16 or bf16, and heads of at most 256. Else: gathered pages and `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention.cuda.varlen import Kernel, VarlenAttention, flash_attn_kernel, torch_kernel, vllm_kernel
+
+Import = Callable[[str], ModuleType]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A function some package may have, the page size it is built for, and its adapter."""
+
+    module: str
+    function: str
+    page_multiple: int
+    adapt: Callable[[Callable[..., Any]], Kernel]
+    needs: str
+    """A parameter that older versions of the function lack."""
+
+
+_OFFERS = (
+    _Offer("vllm_flash_attn", "flash_attn_varlen_func", 16, flash_attn_kernel, "block_table"),
+    _Offer("vllm.vllm_flash_attn", "flash_attn_varlen_func", 16, vllm_kernel, "seqused_k"),
+    _Offer("flash_attn", "flash_attn_varlen_func", 256, flash_attn_kernel, "block_table"),
+    _Offer("torch.nn.attention.varlen", "varlen_attn", 256, torch_kernel, "block_table"),
+)
+
+
+MOST_HEAD_DIM = 256
+"""Dimensions of a head that flash-attention kernels are built for."""
+
+
+def choose_cuda(
+    dtype: torch.dtype,
+    block_size: int,
+    load: Import = importlib.import_module,
+    softcap: bool = False,
+    sinks: bool = False,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+) -> AttentionBackend:
+    """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
+
+    So is one that cannot cap scores, where the model wants that (`softcap`), and all of them for a model with `sinks`, which
+    need the log-sum-exp, and for one whose values are shorter than its keys.
+    """
+    fits = head_dim <= MOST_HEAD_DIM and value_dim in (None, head_dim)
+    if dtype in (torch.float16, torch.bfloat16) and not sinks and fits:
+        for offer in _OFFERS:
+            function = _find(offer, load, softcap) if block_size % offer.page_multiple == 0 else None
+            if function is not None:
+                return VarlenAttention(f"{offer.module} (CUDA)", offer.adapt(function))
+    return GatherAttention()
+
+
+def _find(offer: _Offer, load: Import, softcap: bool) -> Callable[..., Any] | None:
+    try:
+        function = getattr(load(offer.module), offer.function)
+    except (ImportError, OSError, AttributeError):  # a wheel built for another torch fails with an undefined symbol
+        return None
+    needs = {offer.needs, "softcap"} if softcap else {offer.needs}
+    return function if needs <= inspect.signature(function).parameters.keys() else None

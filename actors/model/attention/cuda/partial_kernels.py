@@ -1,0 +1,196 @@
+"""Partial attention on CUDA: a flash-attention package's kernel where it returns the log-sum-exp, else matrix products.
+
+    vllm_flash_attn, flash_attn   flash_attn_varlen_func(..., return_attn_probs=True)     pages of 16, of 256
+    vllm.vllm_flash_attn          flash_attn_varlen_func(..., return_softmax_lse=True)    pages of 16
+
+The kernels take no mask, and heads of at most 256. Masked blocks, decode rows whose window begins inside their pages, and
+latents (`actors.model.latent`, absorbed) are written out (`attention_written`): few queries, few keys, or one KV head for all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.model.attention.cpu.decode import DecodeBucket, DecodeRow, bucketed
+from actors.model.attention.cuda.choose import MOST_HEAD_DIM, Import
+from actors.model.attention.eager import written_attention
+from actors.model.attention.partial import PagedTask, PartialKernel
+from actors.model.kv.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sequences of one kernel call; tensors are int32 on the device. `block_tables`: keys are pages, else end to end."""
+
+    queries: Tensor
+    """[sequences + 1]: running sum."""
+    keys: Tensor
+    """[sequences + 1]: running sum."""
+    key_lens: Tensor
+    longest_query: int
+    longest_keys: int
+    block_tables: Tensor | None = None
+
+    @classmethod
+    def of(cls, queries: list[int], keys: list[int], device: torch.device, tables: list[list[int]] | None = None) -> Lengths:
+        query_sums, key_sums = (_int32([0, *accumulate(lens)], device) for lens in (queries, keys))
+        blocks = None if tables is None else _int32([[*t, *[0] * (max(map(len, tables)) - len(t))] for t in tables], device)
+        return cls(query_sums, key_sums, _int32(keys, device), max(queries), max(keys), blocks)
+
+
+Part = Callable[[Tensor, Tensor, Tensor, Lengths, bool, float, float | None], tuple[Tensor, Tensor]]
+"""(q [tokens, q_heads, dim], keys, values, lengths, causal, scale, softcap) -> (output like q, LSE [q_heads, tokens])."""
+
+
+def flash_attn_part(function: Callable[..., Any]) -> Part:
+    """``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
+
+    def run(
+        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        lengths = {"cu_seqlens_q": lens.queries, "cu_seqlens_k": lens.keys, "block_table": lens.block_tables}
+        longest = {"max_seqlen_q": lens.longest_query, "max_seqlen_k": lens.longest_keys}
+        cap = {} if softcap is None else {"softcap": softcap}
+        found = function(
+            q, keys, values, **lengths, **longest, softmax_scale=scale, causal=causal, return_attn_probs=True, **cap
+        )
+        return found[0], found[1]
+
+    return run
+
+
+def vllm_part(function: Callable[..., Any]) -> Part:
+    """``flash_attn_varlen_func`` as vendored in vLLM: key lengths where keys are pages, their running sum where not."""
+
+    def run(
+        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        paged = lens.block_tables is not None
+        lengths = {"cu_seqlens_q": lens.queries, "block_table": lens.block_tables}
+        lengths |= {"seqused_k": lens.key_lens} if paged else {"cu_seqlens_k": lens.keys}
+        longest = {"max_seqlen_q": lens.longest_query, "max_seqlen_k": lens.longest_keys}
+        cap = {} if softcap is None else {"softcap": softcap}
+        found = function(
+            q, keys, values, **lengths, **longest, softmax_scale=scale, causal=causal, return_softmax_lse=True, **cap
+        )
+        return found[0], found[1]
+
+    return run
+
+
+_OFFERS = (
+    ("vllm_flash_attn", 16, flash_attn_part, ("block_table", "return_attn_probs")),
+    ("vllm.vllm_flash_attn", 16, vllm_part, ("seqused_k", "return_softmax_lse")),
+    ("flash_attn", 256, flash_attn_part, ("block_table", "return_attn_probs")),
+)
+"""(module, page multiple, adapter, parameters that older versions lack)"""
+
+
+class WrittenPartial:
+    """No package: matrix products for all of it."""
+
+    name = "matrix products"
+
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+
+    def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        return [WrittenBucket(bucket) for bucket in bucketed(rows, cache)]
+
+
+class WrittenBucket:
+    """A bucket of decode rows under `written_attention`."""
+
+    def __init__(self, bucket: DecodeBucket) -> None:
+        self.rows, self._bucket = bucket.rows, bucket
+
+    def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        return self._bucket.run_with_lse(q, cache, layer, scale, softcap, written_attention)
+
+
+class FlashPartial(WrittenPartial):
+    """One package's kernel; masks and cut pages are written out."""
+
+    def __init__(self, name: str, part: Part) -> None:
+        self.name, self._part = name, part
+
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if mask is not None or q.shape[-1] > MOST_HEAD_DIM or v.shape[-1] != q.shape[-1]:
+            return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+        queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        lengths = Lengths.of([len(queries)], [len(keys)], q.device)
+        out, lse = self._part(queries, keys, values, lengths, causal, scale, softcap)
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+    def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        if cache.head_dim > MOST_HEAD_DIM or cache.value_dim != cache.head_dim:
+            return super().decode(rows, cache)
+        whole = [row for row in rows if row.first == 0]
+        tasks: list[PagedTask] = [PagedRows(whole, cache, self._part)] if whole else []
+        return [*tasks, *super().decode([row for row in rows if row.first > 0], cache)]
+
+
+class PagedRows:
+    """Decode rows that see their pages from the first token on: one kernel call."""
+
+    def __init__(self, rows: Sequence[DecodeRow], cache: KVCache, part: Part) -> None:
+        self.rows = torch.tensor([row.token for row in rows], device=cache.device)
+        self._part = part
+        stops, tables = [row.stop for row in rows], [row.blocks for row in rows]
+        self._lengths = Lengths.of([1] * len(rows), stops, cache.device, tables)
+
+    def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        # One query sees all of its keys, so it need not be causal.
+        out, lse = self._part(q, *cache.paged_views(layer), self._lengths, False, scale, softcap)
+        return out, lse.transpose(0, 1)
+
+
+def choose_cuda_partial(
+    dtype: torch.dtype, block_size: int, load: Import = importlib.import_module, softcap: bool = False
+) -> PartialKernel:
+    """The first usable package. One that is absent, too old, or cannot cap scores where the model wants that is passed over."""
+    if dtype in (torch.float16, torch.bfloat16):
+        for module, multiple, adapt, needs in _OFFERS:
+            function = _find(module, load) if block_size % multiple == 0 else None
+            wanted = {*needs, "softcap"} if softcap else set(needs)
+            if function is not None and wanted <= inspect.signature(function).parameters.keys():
+                return FlashPartial(f"{module} (CUDA)", adapt(function))
+    return WrittenPartial()
+
+
+def _find(module: str, load: Import) -> Callable[..., Any] | None:
+    try:
+        function: Callable[..., Any] = load(module).flash_attn_varlen_func
+    except (ImportError, OSError, AttributeError):
+        return None
+    return function
+
+
+def _int32(values: list[Any], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,0 +1,185 @@
+"""Paged attention on CUDA with a flash-attention kernel: one call a layer for prefill chunks and decode rows together.
+
+Three packages offer such a kernel under one idea and four signatures; an adapter (`Kernel`) hides which. All align causal
+masks to the bottom right (the end of the sequence), take a window as (tokens before, tokens after), and read K and V
+through a block table from pages ``[num_blocks, block_size, kv_heads, head_dim]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.model.kv.kv_cache import KVCache
+from actors.model.step.batch import Batch
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """One step for a variable-length kernel; tensors are int32 on the device."""
+
+    slots: Tensor
+    query_starts: Tensor
+    """[sequences + 1]: running sum of query lengths."""
+    key_starts: Tensor
+    """[sequences + 1]: running sum of `key_lens`."""
+    key_lens: Tensor
+    """[sequences]: context and chunk together."""
+    longest_query: int
+    longest_keys: int
+    block_tables: Tensor
+    """[sequences, longest table], padded with block 0."""
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float, float | None], Tensor]
+"""(q, key pages, value pages, plan, window, scale, softcap) -> [tokens, q_heads, head_dim]."""
+
+
+class VarlenAttention:
+    """The `AttentionBackend` of one kernel."""
+
+    def __init__(self, name: str, kernel: Kernel) -> None:
+        self.name = name
+        self._kernel = kernel
+
+    def prepare(self, batch: Batch, cache: KVCache) -> VarlenPlan:
+        key_lens = [context + queries for context, queries in zip(batch.context_lens, batch.query_lens, strict=True)]
+        longest = max(map(len, batch.block_tables), default=0)
+        tables = [[*table, *[0] * (longest - len(table))] for table in batch.block_tables]
+        return VarlenPlan(
+            slots=batch.slots,
+            query_starts=_int32([0, *accumulate(batch.query_lens)], cache.device),
+            key_starts=_int32([0, *accumulate(key_lens)], cache.device),
+            key_lens=_int32(key_lens, cache.device),
+            longest_query=max(batch.query_lens, default=0),
+            longest_keys=max(key_lens, default=0),
+            block_tables=_int32(tables, cache.device),
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        layer: int,
+        plan: VarlenPlan,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None, "choose_cuda gives models with sinks another backend"
+        if q.shape[0] == 0:
+            return q
+        cache.write(layer, plan.slots, k, v)
+        before = -1 if window is None else window - 1
+        return self._kernel(q, *cache.paged_views(layer), plan, (before, 0), scale, softcap)
+
+
+def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
+    """``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
+
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        out: Tensor = function(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=plan.query_starts,
+            cu_seqlens_k=plan.key_starts,
+            max_seqlen_q=plan.longest_query,
+            max_seqlen_k=plan.longest_keys,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window,
+            block_table=plan.block_tables,
+            **_cap(softcap),
+        )
+        return out
+
+    return run
+
+
+def vllm_kernel(function: Callable[..., Any]) -> Kernel:
+    """``flash_attn_varlen_func`` as vendored in vLLM: with a block table it takes key lengths, not their running sum."""
+
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        out: Tensor = function(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=plan.query_starts,
+            seqused_k=plan.key_lens,
+            max_seqlen_q=plan.longest_query,
+            max_seqlen_k=plan.longest_keys,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window,
+            block_table=plan.block_tables,
+            **_cap(softcap),
+        )
+        return out
+
+    return run
+
+
+def torch_kernel(function: Callable[..., Any]) -> Kernel:
+    """``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) is its causal flag."""
+
+    def run(
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: VarlenPlan,
+        window: tuple[int, int],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        out: Tensor = function(
+            q,
+            keys,
+            values,
+            plan.query_starts,
+            plan.key_starts,
+            plan.longest_query,
+            plan.longest_keys,
+            scale=scale,
+            window_size=window,
+            enable_gqa=True,
+            seqused_k=plan.key_lens,
+            block_table=plan.block_tables,
+            **_cap(softcap),
+        )
+        return out
+
+    return run
+
+
+def _cap(softcap: float | None) -> dict[str, float]:
+    """The argument that caps scores, only where it is wanted: not every kernel has it (`choose_cuda` sees to that)."""
+    return {} if softcap is None else {"softcap": softcap}
+
+
+def _int32(values: list[Any], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,0 +1,164 @@
+"""The KV cache of the layers of one kind on one rank: fixed-size pages (blocks) of keys and values, head-major.
+
+A rank has one for each kind of attention in its stage (`actors.model.kv.kv_caches`). One tensor per layer,
+``[2 (K, V), kv_heads, num_blocks, block_size, head_dim]``::
+
+    K  head 0   | block 0 | block 1 | block 2 | ...      <- consecutive blocks of one head are one run of memory:
+       head 1   | block 0 | block 1 | block 2 | ...         they are read without a copy, and a head that moves to
+    V  head 0   | block 0 | block 1 | block 2 | ...         another rank is one slice
+       head 1   | ...
+
+Where values have another size than keys, they have a tensor of their own. Latent attention (`placement.model.mla_spec`) has one
+plane in the place of the two: what it reads as keys and as values is the same latents, which it calls one KV head::
+
+    latents     | block 0 | block 1 | block 2 | ...      [1, 1, num_blocks, block_size, latent_dim]
+
+Pages start as zeros, not as whatever memory held: attention reads the unused end of a page with weight 0, and
+``0 * NaN`` is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
+
+
+class _Pages(NamedTuple):
+    """One layer, seen in three ways."""
+
+    stores: tuple[Tensor, ...]
+    """Each [planes, kv_heads, num_blocks, block_size, dim]: one where keys and values are alike, else one for each."""
+    runs: tuple[Tensor, ...]
+    """Of each plane [kv_heads, num_blocks * block_size, dim]."""
+    rows: tuple[Tensor, ...]
+    """Of each store [planes * kv_heads * num_blocks, block_size * dim]."""
+
+    @classmethod
+    def of(cls, stores: Sequence[Tensor]) -> _Pages:
+        runs = (plane.flatten(1, 2) for store in stores for plane in store)
+        return cls(tuple(stores), tuple(runs), tuple(store.flatten(3).flatten(0, 2) for store in stores))
+
+
+class KVCache:
+    """Pages for some layers of one stage and the KV heads of one tp rank. `layers` are numbered as in the whole model, `kind`
+    is theirs (`ModelSpec.kinds`)."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        kv_heads: int,
+        num_blocks: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        planes: int = 2,
+        value_dim: int | None = None,
+        kind: int = 0,
+    ) -> None:
+        """`head_dim` is that of keys; `value_dim`: not given, that of values too."""
+        self.layers = layers
+        self.kv_heads = kv_heads
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.head_dim = head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.planes = planes
+        self.kind = kind
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.stores = ((planes, head_dim),) if self.value_dim == head_dim else ((1, head_dim), (1, self.value_dim))
+        """(planes, dimensions) of the tensors of a layer; all have as many planes."""
+        shapes = [(planes, kv_heads, num_blocks, block_size, dim) for planes, dim in self.stores]
+        # Views are made once: on CPU one costs about as much as reading a short page.
+        self._layers = {
+            layer: _Pages.of([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]) for layer in layers
+        }
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        own: Shard,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        index: int = 0,
+    ) -> KVCache:
+        """The pages of the rank that holds `own`, for its layers of kind `index`."""
+        kind, kv_heads = spec.kinds[index], own.heads[index][1]
+        layers = [layer for layer in own.layers if spec.kind_of(layer) == index]
+        sizes = (layers, len(kv_heads), num_blocks, block_size, kind.key_dim)
+        return cls(*sizes, dtype, device, kind.planes, kind.value_dim, index)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pages, in bytes."""
+        return sum(store.nbytes for pages in self._layers.values() for store in pages.stores)
+
+    @property
+    def parts(self) -> Mapping[int, KVCache]:
+        """As `KVCaches.parts`: this one alone."""
+        return {self.kind: self}
+
+    def pages(self, layer: int) -> Tensor:
+        """K and V of a layer: [planes, kv_heads, num_blocks, block_size, head_dim], contiguous.
+
+        Raises `ValueError` where they differ in size: `keys` and `values` are two tensors then.
+        """
+        if len(self.stores) > 1:
+            raise ValueError(f"keys of {self.head_dim} and values of {self.value_dim} are not one tensor: see keys and values")
+        return self._layers[layer].stores[0]
+
+    def keys(self, layer: int) -> Tensor:
+        """[kv_heads, num_blocks, block_size, head_dim], contiguous; every head a contiguous slice."""
+        return self._layers[layer].stores[0][0]
+
+    def values(self, layer: int) -> Tensor:
+        """As `keys`, of value_dim."""
+        return self._layers[layer].stores[-1][-1]
+
+    def runs(self, layer: int) -> Tensor:
+        """[planes, kv_heads, num_blocks * block_size, head_dim]: pages end to end, indexed by slot. Raises as `pages` does."""
+        return self.pages(layer).flatten(2, 3)
+
+    def plane_runs(self, layer: int) -> tuple[Tensor, ...]:
+        """The same plane by plane, each of its own size: [kv_heads, num_blocks * block_size, dim]."""
+        return self._layers[layer].runs
+
+    def flat_pages(self, layer: int) -> tuple[Tensor, ...]:
+        """Of each of `stores` [planes * kv_heads * num_blocks, block_size * dim]: a page a row (see `page_rows`)."""
+        return self._layers[layer].rows
+
+    def page_rows(self, block_tables: Tensor) -> Tensor:
+        """Rows of `flat_pages` that hold the blocks [rows, blocks] of every head: [planes * rows * kv_heads * blocks]."""
+        planes = self.stores[0][0]
+        firsts = torch.arange(planes * self.kv_heads, device=block_tables.device) * self.num_blocks
+        return (firsts.view(planes, 1, self.kv_heads, 1) + block_tables[None, :, None, :]).reshape(-1)
+
+    def paged_views(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V as flash-attention kernels take them: [num_blocks, block_size, kv_heads, dim], strided views."""
+        return self.keys(layer).permute(1, 2, 0, 3), self.values(layer).permute(1, 2, 0, 3)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store `k` and `v` [tokens, kv_heads, head_dim] at `slots` [tokens] (slot = block * block_size + offset).
+
+        A cache of latents takes them as `k`, and has no place for `v`.
+        """
+        for plane, x in zip(self.plane_runs(layer), (k, v), strict=False):
+            plane.index_copy_(1, slots, x.transpose(0, 1))
+
+    def write_kept(self, layer: int, slots: Tensor, kept: Tensor) -> None:
+        """As `write`, of what `joined` makes."""
+        self.write(layer, slots, kept[..., : self.head_dim], kept[..., -self.value_dim :])
+
+    def joined(self, keys: Tensor, values: Tensor) -> Tensor:
+        """What is kept of tokens, as one tensor [..., key and value], from each [..., dim]; latents are both at once."""
+        return keys if self.planes == 1 else torch.cat((keys, values), -1)

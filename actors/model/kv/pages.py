@@ -1,0 +1,75 @@
+"""Where a sequence's cached keys and values are read from: a view where its blocks are consecutive, else a gather.
+
+block table [4 5 6]      Run      one strided view, nothing copied
+block table [9 2 7]      Gather   one index_select for K, V, every head and every sequence of a bucket
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from actors.model.kv.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Run:
+    """`length` tokens from slot `start` on, lying end to end."""
+
+    start: int
+    length: int
+
+    def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V, each [1, kv_heads, length, its dim]."""
+        runs = cache.plane_runs(layer)
+        keys, values = (run.narrow(1, self.start, self.length).unsqueeze(0) for run in (runs[0], runs[-1]))
+        return keys, values
+
+
+class Gather:
+    """Whole blocks of some sequences, of which the tokens ``[first, stop)`` are read.
+
+    All layers of a kind gather into one buffer a step (fresh memory for each layer costs page faults), so what `read` returns
+    holds until the next `read`. Where values have another size than keys they have a buffer of their own.
+    """
+
+    def __init__(self, cache: KVCache, block_tables: list[list[int]], first: int, stop: int) -> None:
+        tables = torch.tensor(block_tables, device=cache.device)
+        self.rows = cache.page_rows(tables)
+        self.batch, self.blocks = tables.shape
+        self._pages = [
+            torch.empty(len(self.rows), cache.block_size * dim, dtype=cache.dtype, device=cache.device)
+            for _, dim in cache.stores
+        ]
+        tokens = [
+            pages.view(planes, self.batch, cache.kv_heads, self.blocks * cache.block_size, dim)
+            for pages, (planes, dim) in zip(self._pages, cache.stores, strict=True)
+        ]
+        self._found = (tokens[0][0, :, :, first:stop], tokens[-1][-1, :, :, first:stop])
+
+    def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V, each [sequences, kv_heads, stop - first, its dim]."""
+        for stored, pages in zip(cache.flat_pages(layer), self._pages, strict=True):
+            torch.index_select(stored, 0, self.rows, out=pages)
+        return self._found
+
+
+Source = Run | Gather
+
+
+def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Source:
+    """Where the tokens ``[first, stop)`` of one sequence lie; ``first < stop``."""
+    size = cache.block_size
+    blocks = block_table[first // size : -(-stop // size)]
+    skip = first % size
+    if consecutive(blocks):
+        return Run(blocks[0] * size + skip, stop - first)
+    return Gather(cache, [blocks], skip, skip + stop - first)
+
+
+def consecutive(blocks: list[int]) -> bool:
+    """Whether the blocks lie end to end in memory."""
+    return all(after == before + 1 for before, after in pairwise(blocks))

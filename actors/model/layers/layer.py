@@ -1,0 +1,123 @@
+"""One transformer layer, and its attention over grouped heads. Which parts a model has is decided in `actors.model.build`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.groups.group import Group
+from actors.model.attention.backend import AttentionBackend
+from actors.model.layers.layers import (
+    ColumnParallel,
+    RowParallel,
+)
+from actors.model.layers.qk_norm import WidthNorm, mean_squares
+from actors.model.step.step import Step
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import Shard
+
+
+class Layer(nn.Module):
+    """One transformer layer. Which of the four norms a model has is decided where it is built; the others do nothing."""
+
+    def __init__(
+        self,
+        input_norm: nn.Module,
+        attn: nn.Module,
+        attn_out_norm: nn.Module,
+        post_norm: nn.Module,
+        mlp: nn.Module,
+        mlp_out_norm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.input_norm, self.attn, self.attn_out_norm = input_norm, attn, attn_out_norm
+        self.post_norm, self.mlp, self.mlp_out_norm = post_norm, mlp, mlp_out_norm
+
+    def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
+        return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step))  # type: ignore[no-any-return]
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention over this rank's heads, with rotary positions and a paged cache."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        own: Shard,
+        layer: int,
+        rope: int,
+        backend: AttentionBackend,
+        qkv: ColumnParallel,
+        o: RowParallel,
+        sinks: nn.Parameter | None,
+    ) -> None:
+        super().__init__()
+        self.qkv, self.o, self.sinks = qkv, o, sinks
+        self._rope, self._kind = rope, spec.kind_of(layer)
+        kind, (q_heads, kv_heads) = spec.kinds[self._kind], own.heads[self._kind]
+        self._q_heads, self._kv_heads = len(q_heads), len(kv_heads)
+        self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
+        self._scale, self._softcap = spec.scores_scale, spec.attention_softcap
+        self._layer, self._window, self._backend = layer, spec.windows[layer], backend
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """What the rank holds of [tokens, hidden], before and after."""
+        projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
+        qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
+        qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))
+        q, k = self._split(step.rotations[self._rope](self._normed(qk)))
+        paged, scores = step.paged[self._kind], (self._window, self._scale, self._softcap, self.sinks)
+        out = self._backend.attend(q, k, v, paged.cache, self._layer, paged.plan, *scores)
+        return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        """Query and key heads [tokens, q_heads + kv_heads, head_dim] as they go into the rotation."""
+        return qk
+
+    def _valued(self, v: Tensor) -> Tensor:
+        """Value heads [tokens, kv_heads, value_dim] as they go into the cache."""
+        return v
+
+    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        return qk[:, : self._q_heads], qk[:, self._q_heads :]
+
+
+class ScaledValueAttention(GroupedAttention):
+    """`GroupedAttention` whose values are multiplied by a constant (MiMo-V2)."""
+
+    def __init__(self, spec: ModelSpec, *parts: Any) -> None:
+        super().__init__(spec, *parts)
+        self._value_scale = spec.value_scale
+
+    def _valued(self, v: Tensor) -> Tensor:
+        return v * self._value_scale
+
+
+class NormedAttention(GroupedAttention):
+    """`GroupedAttention` with an RMS norm over each query and key head before the rotation (Qwen3)."""
+
+    def __init__(self, *parts: Any, q_norm: nn.Module, k_norm: nn.Module) -> None:
+        super().__init__(*parts)
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        q, k = self._split(qk)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+
+
+class WidthNormedAttention(GroupedAttention):
+    """`GroupedAttention` with RMS norms over all query heads and over all key heads, wherever they are (OLMo-2)."""
+
+    def __init__(self, spec: ModelSpec, own: Shard, *parts: Any, q_norm: WidthNorm, k_norm: WidthNorm, group: Group) -> None:
+        super().__init__(spec, own, *parts)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self._mean_squares = partial(mean_squares, spec=spec, own=own, group=group)
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        q, k = self._split(qk)
+        q_mean, k_mean = self._mean_squares(q, k)
+        return torch.cat((self.q_norm(q, q_mean), self.k_norm(k, k_mean)), 1)

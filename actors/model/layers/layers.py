@@ -1,0 +1,203 @@
+"""The layers of a dense transformer on one rank's slice of the weights.
+
+A layer is handed its parameters and, each step, the region it sits in, and knows nothing else of the world. Column-parallel
+layers split their outputs, row-parallel ones split their inputs and sum over the ranks; the region says how (`regions.py`)::
+
+        x ──gather──→ column parallel ──→ [my columns] ──→ row parallel ──→ partial sum ──sum──→ + bias ──→ y
+                       (my rows of W)                     (my columns of W)                      (once)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from actors.model.step.regions import Region
+from actors.model.step.step import Step
+
+_ROW_MULTIPLE = 4
+_FEW_ROWS = 8
+_HAS_BFLOAT16 = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""Whether this CPU multiplies bfloat16 matrices by its own instructions (AVX-512, or Arm's bf16)."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs].
+
+    With `linear_by_head`, the only caller of a matrix kernel.
+    """
+    if x.device.type == "cpu" and x.dtype is torch.float32:
+        return _padded_linear(x, weight, bias)
+    if x.device.type == "cpu" and x.dtype is torch.bfloat16 and x.shape[0] > 0:
+        return _bfloat16_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def linear_by_head(x: Tensor, weights: Tensor) -> Tensor:
+    """``x[h] @ weights[h]`` for each head h: `x` [heads, rows, inputs], `weights` [heads, inputs, outputs]."""
+    rows = x.shape[1]
+    if x.device.type == "cpu" and x.dtype is torch.float32 and rows % _ROW_MULTIPLE:
+        return torch.matmul(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weights)[:, :rows]  # as in `_padded_linear`
+    return torch.matmul(x, weights)
+
+
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows padded to a multiple of four: the fp32 kernel computes the last one to three differently, and a request's bits
+    should not depend on how many rows ride along."""
+    rows = x.shape[0]
+    if rows % _ROW_MULTIPLE == 0:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weight, bias)[:rows]
+
+
+def _bfloat16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """On a CPU, by whichever kernel is fastest for this many rows.
+
+    `F.linear` lays the whole weight out anew on each call, which costs about as much as the product while rows are few
+    (SmolLM2 shapes, AVX-512: the product the other way round is 1.2 to 1.6 times faster up to 8 rows, not from 32). A CPU
+    without AVX-512 has only a slow generic kernel: widening both sides to fp32 first takes half its time at 32 rows and a
+    sixth at 256 (AVX2, one thread). All of these sum in fp32.
+    """
+    if x.shape[0] == 1:
+        return _plus(torch.mv(weight, x[0])[None], bias)
+    if not _HAS_BFLOAT16:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    if x.shape[0] <= _FEW_ROWS:
+        return _plus(torch.mm(weight, x.t().contiguous()).t().contiguous(), bias)
+    return F.linear(x, weight, bias)
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out.add_(bias)
+
+
+class ColumnParallel(nn.Module):
+    """Holds some output rows of a matrix: ``[tokens, inputs] -> [tokens, own outputs]``."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        return linear(region.gather(x), self.weight, self.bias)
+
+
+class RowParallel(nn.Module):
+    """Holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the ranks.
+
+    The bias is added once, after the sum: every rank holds it whole.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor, region: Region) -> Tensor:
+        total = region.sum(linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), computed in fp32, returned in x's dtype."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self._eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class OffsetRMSNorm(nn.Module):
+    """`RMSNorm` by ``weight + offset``. The sum is taken in fp32: near 1, bf16 would round most of a small weight away."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self._eps, self._offset = weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(torch.float32) + self._offset
+        return F.rms_norm(x.to(torch.float32), weight.shape, weight, self._eps).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""By `ModelSpec.activation`."""
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU, or GeGLU (Shazeer 2020, arXiv 2002.05202): ``down(act(gate(x)) * up(x))``, gate and up in one matrix."""
+
+    def __init__(self, gate_up: ColumnParallel, down: RowParallel, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.gate_up, self.down, self._activation = gate_up, down, activation
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        gate, up = self.gate_up(x, step.region).chunk(2, -1)
+        return self.down(self._activation(gate).mul_(up), step.region)  # type: ignore[no-any-return]
+
+
+class VocabularyEmbedding(nn.Module):
+    """Holds the embedding rows of the token ids in `vocab`: ``[tokens] -> [tokens, hidden]``, summed over the ranks."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range) -> None:
+        super().__init__()
+        self.weight, self._vocab = weight, vocab
+
+    def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
+        """`received` is what an earlier stage would have sent; the first stage has none."""
+        own = token_ids - self._vocab.start
+        elsewhere = (own < 0) | (own >= len(self._vocab))
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return region.sum(rows.masked_fill_(elsewhere[:, None], 0))
+
+
+class ScaledEmbedding(VocabularyEmbedding):
+    """`VocabularyEmbedding` times a constant, which is first rounded to the weight's type, as Gemma was trained."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range, scale: float) -> None:
+        super().__init__(weight, vocab)
+        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
+
+    def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
+        return super().forward(token_ids, received, region) * self._scale
+
+
+class VocabularyHead(nn.Module):
+    """Holds the output rows of the token ids in `vocab`: ``[rows, hidden] -> [rows, len(vocab)]`` fp32 logits.
+
+    Ids past `vocab_size` are padding and get -inf, so that no sampler can choose them.
+    """
+
+    def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self._real = min(max(vocab_size - vocab.start, 0), len(vocab))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self._shaped(linear(hidden, self.weight).to(torch.float32))
+        logits[:, self._real :] = -torch.inf
+        return logits
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """Logits as the sampler is to see them."""
+        return logits
+
+
+class CappedHead(VocabularyHead):
+    """`VocabularyHead` whose logits are bent into ``(-cap, cap)`` (Gemma 2)."""
+
+    def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int, cap: float) -> None:
+        super().__init__(weight, vocab, vocab_size)
+        self._cap = cap
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        return softcap(logits, self._cap)
+
+
+def softcap(scores: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(scores / cap)``."""
+    return scores.div(cap).tanh_().mul_(cap)

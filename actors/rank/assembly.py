@@ -1,0 +1,140 @@
+"""From a config and a rank's groups to the parts that run: the one place that puts a rank together.
+
+A rank of a process (`actors.rank.rank`) and a rank of a thread (`actors.rank.threads`) differ in their groups and in nothing else.
+
+    config ──→ shard ──→ decoder ──weights──→ ┐
+    groups ──→ decoder, sampler, runner       ├──→ runner ──→ `stepping.run_plans`
+    num_blocks ──→ KV cache ────────────────→ ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from actors.groups.group import Group
+from actors.kv_offload.librarian import Librarian, NoLibrarian
+from actors.kv_transfer.courier import Courier, NoCourier
+from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
+from actors.model.attention import backend as attention
+from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.context.backend import ContextAttention
+from actors.model.attention.partial import choose_partial
+from actors.model.checkpoint.load import load
+from actors.model.checkpoint.open_source import open_source
+from actors.model.decoder import Decoder
+from actors.model.kv.kv_caches import KVCaches
+from actors.model.latent.backend import LatentBackend
+from actors.model.latent.context import ContextLatent
+from actors.model.latent.local import choose_latent
+from actors.model.moe.exchanges import exchanges
+from actors.model.moe.keeper import ExpertKeeper, NoExperts
+from actors.rank.head import LaneHead, StageHead
+from actors.rank.pipeline import Pipeline
+from actors.rank.runner import Runner
+from actors.sampling.sampler import Sampler
+from actors.wire.messages import StepPlan, StepResult
+from actors.wire.rank_config import RankConfig
+from placement.layout import mesh, sequence_parallel
+from placement.model.digest import model_digest
+from placement.ownership import shards
+from placement.ownership.context import Place
+from placement.ownership.shards import Shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Progress = Callable[[int, int], None]
+"""Told (bytes read so far, bytes in all)."""
+
+
+class StepRunner(Protocol):
+    """What the step loop needs of a `Runner`."""
+
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """See `Runner.step`."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A rank that is ready for plans."""
+
+    config: RankConfig
+    own: Shard
+    groups: Mapping[str, Group]
+    decoder: Decoder
+    cache: KVCaches
+    sampler: Sampler
+    pipeline: Pipeline
+    runner: StepRunner
+    experts: ExpertKeeper | NoExperts
+    courier: Courier | NoCourier
+    librarian: Librarian | NoLibrarian
+
+
+def own_shard(config: RankConfig) -> Shard:
+    """What the rank of `config` holds."""
+    return shards.shard(config.spec, config.layout, mesh.coords(config.layout, config.world_rank))
+
+
+def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
+    """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
+    own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
+    backend = _attention(config, groups)
+    scatter_from = sequence_parallel.scatter_from(config.layout)
+    ways = exchanges(config.spec, config.layout, config.world_rank, groups, dtype.itemsize, device)
+    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, ways)
+    source = open_source(config.model_path, config.spec)
+    try:
+        load(dict(decoder.named_parameters()), config.spec, own, source, progress)
+    finally:
+        source.close()
+    return decoder
+
+
+def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int) -> Parts:
+    """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
+    own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
+    cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
+    at = mesh.coords(config.layout, config.world_rank)
+    shared = groups.get(mesh.HEAD_AXIS)
+    head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, at, config.layout.tp)
+    sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
+    pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
+    place = Place.of(config.layout, at, config.block_size)
+    experts = _experts(config, own, groups, decoder)
+    runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
+    courier = _courier(config, cache)
+    librarian = NoLibrarian() if config.tiers is None else Librarian(config, cache, config.tiers)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, courier, librarian)
+
+
+def _courier(config: RankConfig, cache: KVCaches) -> Courier | NoCourier:
+    if not config.in_pool:
+        return NoCourier()
+    transport = NixlTransport(f"rank{config.world_rank}")
+    digest = model_digest(config.spec, Path(config.model_path))
+    return Courier.of(config, cache, transport, f"nixl {nixl_version()}", digest)
+
+
+def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertKeeper | NoExperts:
+    if own.expert_map is None:
+        return NoExperts()
+    return ExpertKeeper(decoder.mixtures, groups["moe"], own.expert_map, config.layout.moe_tp, config.world_rank)
+
+
+def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
+    """The device's own attention, or where a sequence lies on several ranks, theirs together."""
+    device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
+    spec, softcap = config.spec, config.spec.attention_softcap is not None
+    if layout.kv_owners == 1:
+        if spec.mla is not None:
+            return choose_latent(spec.mla, device, dtype, config.block_size)
+        dims = (spec.head_dim, spec.value_dim)
+        return attention.choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
+    at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
+    context = ContextAttention.of(spec, layout, at, groups, kernel, config.block_size)
+    return context if spec.mla is None else ContextLatent(context)

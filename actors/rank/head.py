@@ -1,0 +1,60 @@
+"""From the last stage's hidden states to logits: of a lane's own rows, or of those of all lanes (`placement.layout.lm_head`).
+
+Two lanes of two tp ranks, the head over the stage; lane 0 wants tokens for rows a b c, lane 1 for row d::
+
+    hidden states     rank 0: a b c     rank 1: a b c     rank 2: d     rank 3: d
+    brings            a b               c                 d             -            its share of its lane's
+    all_gather        a b c d           a b c d           a b c d       a b c d
+    logits of         rows 0-24         25-49             50-74         75-99        of the vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.model.decoder import Decoder
+from placement.layout.mesh import Coords
+from placement.layout.partition import deal
+
+
+class Head(Protocol):
+    """Makes logits. `is_shared`: all ranks of the stage's cp rank 0 call it together, for the rows of all lanes."""
+
+    is_shared: bool
+
+    def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """fp32 [rows, own part of the vocabulary] from this lane's hidden states `rows` [counts[lane], hidden].
+
+        `counts`: rows of each lane. A shared head gives those of all lanes, lane after lane.
+        """
+
+
+class LaneHead:
+    """A lane's own."""
+
+    is_shared = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        return self._decoder.logits(rows)
+
+
+class StageHead:
+    """One for all lanes."""
+
+    is_shared = True
+
+    def __init__(self, decoder: Decoder, group: Group, at: Coords, tp: int) -> None:
+        """`group`: the ranks of all lanes, lane after lane, `tp` in each."""
+        self._decoder, self._group, self._at, self._tp = decoder, group, at, tp
+
+    def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        shares = [len(hand) for count in counts for hand in deal(count, self._tp)]
+        own = deal(counts[self._at.attn_dp], self._tp)[self._at.tp]
+        return self._decoder.logits(self._group.all_gather(rows[own.start : own.stop], shares))

@@ -1,0 +1,128 @@
+"""A rank: one device's worth of one replica. Owns its weights, its KV pages and its place in every group.
+
+    created → connect() → load() → run() … until the process ends
+
+`run` never returns: its caller keeps the reference as a sentinel, and learns of this rank's death from it. Ranks are
+never restarted alone; their replica ends and remakes all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from actors.engine.link.zmq_link import ZmqRankLink
+from actors.groups.distributed.rendezvous import serve_store
+from actors.groups.group import Group
+from actors.model.decoder import Decoder
+from actors.rank.addresses import interface_of, own_address
+from actors.rank.assembly import load_decoder, put_together
+from actors.rank.connect_groups import connect
+from actors.rank.stepping import run_plans
+from actors.wire.rank_config import Loaded, Place, RankConfig, RankStatus, Rendezvous
+from placement.layout.layout import Layout
+
+
+class Rank:
+    """See the module. Methods but `status` and `place` are called from one thread, in the order above."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self._config = config
+        self._groups: Mapping[str, Group] = {}
+        self._status = RankStatus(state="created")
+        self._store: object | None = None
+        self._threads = 1
+        self._decoder: Decoder
+
+    def place(self, node_id: str, node: str) -> Place:
+        """Where this process runs, on a node that Ray knows by the address or name `node`. Raises `AddressError`."""
+        host = own_address(node, os.environ)
+        return Place(
+            world_rank=self._config.world_rank,
+            node_id=node_id or socket.gethostname(),
+            host=host,
+            pid=os.getpid(),
+            machine=f"{_boot_id() or socket.gethostname()} {_network()}",
+            name=socket.gethostname(),
+            interface=interface_of(host),
+        )
+
+    def serve_store(self, token: str, host: str) -> int:
+        """Serve the rendezvous store on a free port (world rank 0 only). Returns the port."""
+        self._store, port = serve_store(token, host)
+        return port
+
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Join this rank's groups. Raises `GroupError` when a peer does not come in time."""
+        self._threads = self._config.threads or _share_of_cores(self._config.layout, rendezvous, self._config.world_rank)
+        self._status = RankStatus(state="connecting")
+        config = self._config
+        self._groups = connect(config.spec, config.layout, config.world_rank, config.device, rendezvous)
+
+    def load(self) -> Loaded:
+        """Build this rank's stage and fill it from the checkpoint, reading its own slices only. Raises `ModelError`."""
+        torch.set_num_threads(self._threads)
+        began = time.perf_counter()
+        self._decoder = load_decoder(self._config, self._groups, self._progress)
+        gc.collect()
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in self._decoder.parameters())
+        self._status = self._status.model_copy(update={"state": "loaded"})
+        return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
+
+    def run(self, address: str, token: str, num_blocks: int) -> None:
+        """Make the KV pages, greet the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
+        torch.set_num_threads(self._threads)
+        parts = put_together(self._config, self._groups, self._decoder, num_blocks)
+        link = ZmqRankLink(address, self._config.world_rank, token)
+        self._status = self._status.model_copy(update={"state": "running"})
+        try:
+            run_plans(parts, link, self._stepped)
+        finally:
+            self._status = self._status.model_copy(update={"state": "failed"})
+
+    def status(self) -> RankStatus:
+        """How far this rank is. Safe to call while another method runs."""
+        return self._status
+
+    def _stepped(self) -> None:
+        self._status = self._status.model_copy(update={"steps": self._status.steps + 1})
+
+    def _progress(self, done: int, total: int) -> None:
+        self._status = RankStatus(state="loading", loaded_bytes=done, total_bytes=total)
+
+    def _free_bytes(self) -> int | None:
+        if self._config.device != "cuda":
+            return None
+        free, _total = torch.cuda.mem_get_info(self._config.device)
+        return int(free)
+
+
+def _boot_id() -> str:
+    """Names this run of this machine's kernel; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _network() -> str:
+    """Names this process's network, which containers of one machine have one each of; empty where the system does not say."""
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def _share_of_cores(layout: Layout, rendezvous: Rendezvous, world_rank: int) -> int:
+    """This rank's share of the cores, as if all replicas were on its machine: slower than need be, never oversubscribed.
+
+    A machine is an address: several nodes on one share its cores.
+    """
+    here = rendezvous.hosts.count(rendezvous.hosts[world_rank]) * layout.replicas
+    return max(1, len(os.sched_getaffinity(0)) // here)

@@ -1,0 +1,278 @@
+"""One rank's step: a plan in, this rank's share of the forward pass, and on the sampling rank a result out.
+
+plan ──→ sequences (token history, block tables) ──→ Batch ──→ stage ──→ hidden to the next stage
+              ↑                                                   └────→ logits → sampler → StepResult
+              └────────── tokens (`pipeline.py`) ───────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.groups.solo import SoloGroup
+from actors.model.decoder import Decoder
+from actors.model.kv.kv_caches import KVCaches
+from actors.model.moe.keeper import ExpertKeeper, NoExperts
+from actors.model.step.batch import Batch
+from actors.rank.head import Head
+from actors.rank.pipeline import Pipeline
+from actors.sampling.sampler import Sampler, SampleRow
+from actors.wire.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
+from placement.ownership.context import Place, is_split, restored_order
+from placement.ownership.expert_tokens import Lanes
+
+SCORED_ROWS = 256
+"""Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
+
+
+class PlanError(RuntimeError):
+    """A plan that does not fit what this rank holds: the engine and the rank have come apart."""
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int]
+    prompt_length: int
+    rope_length: int
+    sampling: SamplingParams
+    blocks: list[int] = field(default_factory=list)
+    sampled: int | None = None
+    """The token sampled last, once this rank knows it and until a plan adds it."""
+    sampled_at: int = -1
+    """The newest step that samples for it."""
+
+
+class Runner:
+    """Runs plans on one rank: one stage of one tensor-parallel slice, with its KV pages.
+
+    `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
+    samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
+
+    Of a plan a rank knows the rows of its lane only, and a lane chooses its tokens by itself; unless the head is dealt over all
+    lanes (`placement.layout.lm_head`): then those that sample know all rows, and choose for all lanes. A lane without rows skips the
+    layers, and answers with nothing: groups of its ranks alone are silent.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: Head,
+        cache: KVCaches,
+        pipeline: Pipeline,
+        sampler: Sampler,
+        context: Group | None = None,
+        place: Place | None = None,
+        experts: ExpertKeeper | NoExperts | None = None,
+    ) -> None:
+        """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
+        self._decoder, self._head, self._cache, self._pipeline, self._sampler = decoder, head, cache, pipeline, sampler
+        self._context = context or SoloGroup("cp")
+        self._place = place or Place(cache.block_size)
+        self._experts = experts or NoExperts()
+        self._chooses_for_all = head.is_shared and pipeline.is_last and self._context.rank == 0
+        self._sequences: dict[int, _Sequence] = {}
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
+        began, waited_s = time.perf_counter(), self._pipeline.waited_s
+        mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
+        told = plan if self._chooses_for_all else mine
+        self._experts.move(plan.moves)
+        self._apply(told)
+        result = self._run(told, mine.rows, lanes, plan.turn)
+        seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
+        self._pipeline.busy_s += seconds
+        return None if result is None else result.model_copy(update={"seconds": seconds})
+
+    def catch_up(self) -> None:
+        """Take every token the last stage has told; else that waits for a plan that needs one."""
+        self._note(self._pipeline.hear(sys.maxsize))
+
+    def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes, turn: int) -> StepResult | None:
+        """`rows`: those of the lane; `plan`: what this rank was told, with the rows whose tokens are chosen here."""
+        wanted = [row.sequence_id for row in rows if row.sample]
+        for row in plan.rows:
+            if row.sample:
+                self._sequences[row.sequence_id].sampled_at = plan.step
+        self._pipeline.expect(plan.step, wanted)
+        hidden, last = self._forward(rows, lanes, turn)
+        if hidden is None:
+            return None
+        restored = self._restored(rows, hidden)
+        if self._context.rank > 0:
+            self._note(zip(wanted, self._pipeline.tell(None, len(wanted)), strict=True))
+            return None
+        sampled = self._sample(plan.rows, hidden[self._tensor(last)])
+        self._note((item.sequence_id, item.token) for item in sampled)
+        own = set(wanted)
+        mine = [item for item in sampled if item.sequence_id in own]
+        self._pipeline.tell([item.token for item in mine], len(mine))
+        return StepResult(step=plan.step, sampled=mine, prompt_logprobs=self._score(plan.rows, rows, restored))
+
+    def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
+        for sequence_id, token in tokens:
+            if sequence_id in self._sequences:  # else it has ended meanwhile
+                self._sequences[sequence_id].sampled = token
+
+    def _apply(self, plan: StepPlan) -> None:
+        wanted = [self._known(row).sampled_at for row in plan.rows if row.append_sampled]
+        self._note(self._pipeline.hear(max([plan.settled, *wanted])))
+        for sequence_id in plan.ended:
+            self._sequences.pop(sequence_id, None)
+        for start in plan.started:
+            self._sequences[start.sequence_id] = _begin(start)
+        for row in plan.rows:
+            sequence = self._known(row)
+            sequence.tokens.extend(self._sampled(row, sequence) if row.append_sampled else row.append)
+            sequence.sampled = None
+            sequence.blocks.extend(row.new_blocks)
+            self._check(row, sequence)
+
+    def _known(self, row: Row) -> _Sequence:
+        if row.sequence_id not in self._sequences:
+            raise PlanError(f"plan names sequence {row.sequence_id}, which this rank was never told of")
+        return self._sequences[row.sequence_id]
+
+    def _sampled(self, row: Row, sequence: _Sequence) -> list[int]:
+        if sequence.sampled is None:
+            raise PlanError(f"plan adds the token sampled last for sequence {row.sequence_id}, but none was")
+        return [sequence.sampled]
+
+    def _check(self, row: Row, sequence: _Sequence) -> None:
+        end, room = row.start + row.count, len(sequence.blocks) * self._cache.block_size
+        if row.count < 1 or end > len(sequence.tokens) or end > room:
+            raise PlanError(
+                f"plan wants tokens {row.start}..{end} of sequence {row.sequence_id}, which has "
+                f"{len(sequence.tokens)} tokens and room for {room} in {len(sequence.blocks)} blocks"
+            )
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        """The tokens of the step that this rank runs, and where it keeps theirs."""
+        place, mine = self._place, self._place.ownership()
+        held = [self._sequences[row.sequence_id] for row in rows]
+        blocks = [mine.blocks(sequence.blocks) for sequence in held]
+        spans = [place.spans(row.start, row.count) for row in rows]
+        lens = [sum(map(len, runs)) for runs in spans]
+        return Batch(
+            token_ids=self._tensor(
+                [t for s, runs in zip(held, spans, strict=True) for r in runs for t in s.tokens[r.start : r.stop]]
+            ),
+            positions=self._tensor([position for runs in spans for run in runs for position in run]),
+            slots=self._tensor(self._slots(rows, blocks)),
+            query_lens=lens,
+            context_lens=[row.start for row in rows],
+            block_tables=blocks,
+            output_rows=self._tensor([last for row, last in zip(rows, _last_rows(lens), strict=True) if row.sample]),
+            new_lens=[row.count for row in rows],
+            rope_lens=[sequence.rope_length for sequence in held],
+        )
+
+    def _slots(self, rows: list[Row], blocks: list[list[int]]) -> list[int]:
+        """Of every token this rank runs; -1 where it is not kept here, or (in a split row) stored as it comes by."""
+        place, mine, slots = self._place, self._place.ownership(), list[int]()
+        for row, own in zip(rows, blocks, strict=True):
+            if is_split(row.count, place.cp):
+                slots += [-1] * sum(map(len, place.spans(row.start, row.count)))
+            else:
+                slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
+        return slots
+
+    def _forward(self, rows: list[Row], lanes: Lanes, turn: int) -> tuple[Tensor | None, list[int]]:
+        """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another; None
+        on the other stages, which send theirs on."""
+        if not rows:
+            none = self._decoder.serve(lanes, turn)
+            return (none if self._pipeline.is_last else None), []
+        batch = replace(self._batch(rows), lanes=lanes, turn=turn)
+        before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
+        hidden: Tensor = self._decoder(batch, before, self._cache)
+        if self._pipeline.is_last:
+            return hidden, [at for row, at in zip(rows, _last_rows(batch.query_lens), strict=True) if row.sample]
+        self._pipeline.send(hidden)
+        return None, []
+
+    def _restored(self, rows: list[Row], hidden: Tensor) -> Tensor:
+        """`hidden` with every token of the step in plan order, where prompts are scored: joined over cp if a row is split."""
+        cp = self._place.cp
+        is_scored = any(_scored(row, self._sequences[row.sequence_id]) for row in rows)
+        if not (is_scored and any(is_split(row.count, cp) for row in rows)):
+            return hidden
+        counts = [row.count for row in rows]
+        sizes = [sum(len(run) for row in rows for run in self._place.spans(0, row.count, rank)) for rank in range(cp)]
+        return self._context.all_gather(hidden, sizes)[self._tensor(restored_order(counts, cp))]
+
+    def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
+        """Of all rows that want a token, lane after lane; `hidden` are those of this rank's lane."""
+        wanted = _by_lane(row for row in rows if row.sample)
+        if not wanted:
+            return []
+        counts = [sum(row.lane == lane for row in wanted) for lane in range(self._place.lanes)]
+        held = [self._sequences[row.sequence_id] for row in wanted]
+        rows_to_sample = [SampleRow(s.sampling, s.tokens, s.prompt_length) for s in held]
+        choices = self._sampler.sample(self._head.logits(hidden, counts), rows_to_sample)
+        return [
+            Sampled(sequence_id=row.sequence_id, token=choice.token, logprob=choice.logprob, error=choice.error)
+            for row, choice in zip(wanted, choices, strict=True)
+        ]
+
+    def _score(self, rows: list[Row], mine: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
+        """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``.
+
+        `rows`: all that are scored here, of which `mine` have their `hidden` states on this rank, and are told by it.
+        """
+        ends = accumulate(row.count for row in mine)
+        firsts = {row.sequence_id: end - row.count for row, end in zip(mine, ends, strict=True)}
+        scored = []
+        for row in _by_lane(rows):
+            held = self._sequences[row.sequence_id]
+            top, count = held.sampling.prompt_logprobs, _scored(row, held)
+            if top is None or count == 0:
+                continue
+            first = firsts.get(row.sequence_id)
+            entries = []
+            for part in _parts(count, SCORED_ROWS):
+                own = hidden[:0] if first is None else hidden[first + part.start : first + part.stop]
+                counts = [len(part) if lane == row.lane else 0 for lane in range(self._place.lanes)]
+                targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]
+                entries.extend(self._sampler.score(self._head.logits(own, counts), targets, top))
+            if first is not None:
+                scored.append(PromptLogprobs(sequence_id=row.sequence_id, first=row.start + 1, entries=entries))
+        return scored
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._cache.device)
+
+
+def _begin(start: SequenceStart) -> _Sequence:
+    rope_length = start.prompt_length if start.rope_length is None else start.rope_length
+    return _Sequence(list(start.tokens), start.prompt_length, rope_length, start.sampling)
+
+
+def _scored(row: Row, held: _Sequence) -> int:
+    """Tokens of a row whose successors in the prompt are to be scored."""
+    if held.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(row.start + row.count, held.prompt_length - 1) - row.start)
+
+
+def _last_rows(counts: list[int]) -> list[int]:
+    """Index of each sequence's last token, of sequences with `counts` tokens laid end to end."""
+    return [end - 1 for end in accumulate(counts)]
+
+
+def _by_lane(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row.lane)
+
+
+def _parts(total: int, size: int) -> Iterator[range]:
+    for start in range(0, total, size):
+        yield range(start, min(start + size, total))

@@ -1,0 +1,102 @@
+"""The link between an engine, or any maker of plans, and ranks that are threads of the same process: queues.
+
+Plans are shared, not copied: they are frozen values, and a rank copies what it keeps.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from actors.engine.link.joining import ResultJoiner
+from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
+from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
+
+_GLANCE_S = 0.001
+"""How often a maker of plans that waits for news of hand-offs looks for them."""
+
+
+class ThreadLink:
+    """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
+
+    def __init__(self, world: int, leaders: Sequence[int]) -> None:
+        """`leaders`: the world rank of each lane that sends results."""
+        self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
+        self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
+        self._joiner = ResultJoiner(leaders)
+        self.busy_s: dict[int, float] = {}
+        self.reports: deque[ExpertReport] = deque()
+        self.kv_reports: deque[KVReport] = deque()
+
+    def end(self, world_rank: int) -> ThreadLinkEnd:
+        """The end of one rank."""
+        return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self)
+
+    def send(self, plan: StepPlan) -> None:
+        for plans in self._plans:
+            plans.put(plan)
+
+    def receive(self, timeout_s: float) -> StepResult:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                late = f"thread ranks {self._joiner.missing} of {len(self._plans)}"
+                raise LinkTimeout(f"no result from {late} within {timeout_s:g} s") from None
+            if isinstance(answer, str):
+                raise LinkError(answer)
+            result = self._joiner.add(*answer)
+            if result is not None:
+                return result
+
+    def listen(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.kv_reports and time.monotonic() < deadline:
+            time.sleep(_GLANCE_S)
+
+    def close(self) -> None:
+        for plans in self._plans:
+            plans.put(None)
+
+
+class ThreadLinkEnd:
+    """A rank's end: a `PlanLink`."""
+
+    def __init__(
+        self,
+        world_rank: int,
+        plans: queue.SimpleQueue[StepPlan | None],
+        answers: queue.SimpleQueue[tuple[int, StepResult] | str],
+        link: ThreadLink,
+    ) -> None:
+        self._world_rank, self._plans, self._answers, self._link = world_rank, plans, answers, link
+
+    def receive_plan(self, timeout_s: float) -> StepPlan:
+        try:
+            plan = self._plans.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LinkTimeout(f"thread rank {self._world_rank}: no plan within {timeout_s:g} s") from None
+        if plan is None:
+            raise LinkClosed(f"thread rank {self._world_rank}: the link was closed")
+        return plan
+
+    def send_result(self, result: StepResult) -> None:
+        self._answers.put((self._world_rank, result))
+
+    def send_busy(self, stage: int, seconds: float) -> None:
+        self._link.busy_s[stage] = seconds
+
+    def send_experts(self, report: ExpertReport) -> None:
+        self._link.reports.append(report)
+
+    def send_kv(self, report: KVReport) -> None:
+        self._link.kv_reports.append(report)
+
+    def send_failure(self, reason: str) -> None:
+        self._answers.put(f"rank {self._world_rank} failed: {reason}")
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,104 @@
+"""From logits to tokens, the same on every rank of a tp group and under every layout.
+
+    logits ──────────────────────────────────────────────→ logprobs (of the raw logits, over the true vocabulary)
+       └→ bias → penalties → min_tokens → temperature → top-k → top-p → min-p → + noise → the largest
+
+The tp group is that of one lane (attn_dp): lanes sample their own rows and need not wait for each other.
+No rank gathers logits where less is exact (see `actors.sampling.kinds`), and a step is one all-gather of a few bytes a
+row in the common cases: one more where a row has min-p without top-k or top-p, two more where rows want logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actors.groups.group import Group
+from actors.sampling import scores
+from actors.sampling.edits import edit
+from actors.sampling.kinds import kinds
+from actors.sampling.rows import Choice, SampleRow, is_edited
+from actors.sampling.shard import VocabShard
+from actors.wire.messages import TokenLogprob
+
+__all__ = ["Choice", "SampleRow", "Sampler"]
+
+
+class Sampler:
+    """Samples and scores from one rank's slice of the logits. All ranks of `tp` make the same calls in the same order."""
+
+    def __init__(self, tp: Group, vocab: range, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        """`vocab`: this rank's rows of the padded vocabulary (`placement.ownership.shards.vocabulary`); it may run past `vocab_size`.
+
+        A collective: the ranks tell each other their ranges.
+        """
+        self._shard = VocabShard(tp, vocab, vocab_size, torch.device(device))
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
+        """The next token of each row, from fp32 `logits` [rows, len(vocab)] of this rank.
+
+        Log-probabilities, where asked for, are those of the raw logits: before bias, penalties, temperature and
+        filters. Equal logits go to the lowest id. A row without a possible token gets `Choice.error`.
+        """
+        if not rows:
+            return []
+        columns = self._shard.columns(logits)
+        tokens, errors = self._choose(self._edited(columns, rows), rows)
+        choices = [Choice(token, None, error) for token, error in zip(tokens, errors, strict=True)]
+        wanted = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if wanted:
+            num_top = [rows[at].sampling.logprobs or 0 for at in wanted]
+            found = scores.score(self._shard, _take(columns, wanted), [tokens[at] for at in wanted], num_top)
+            for at, logprob in zip(wanted, found, strict=True):
+                choices[at] = choices[at] if errors[at] else Choice(tokens[at], logprob)
+        return choices
+
+    def score(self, logits: Tensor, targets: Sequence[int], num_top: Sequence[int] | int) -> list[TokenLogprob]:
+        """Log-probability and rank of each row's target under raw `logits` [rows, len(vocab)], with alternatives.
+
+        `num_top`: alternatives wanted (of each row), sorted by (-logprob, id); at most `vocab_size` come. Values are
+        finite: an impossible token has -9999.
+        """
+        if not targets:
+            return []
+        counts = [num_top] * len(targets) if isinstance(num_top, int) else num_top
+        return scores.score(self._shard, self._shard.columns(logits), targets, counts)
+
+    def _edited(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """The logits after bias, penalties and masks; a copy where any row has some."""
+        changed = [at for at, row in enumerate(rows) if is_edited(row)]
+        if not changed:
+            return logits
+        logits = logits.clone()
+        for at in changed:
+            edit(logits[at], rows[at], self._shard.own)
+        return logits
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[str | None]]:
+        groups = list(kinds(self._shard, rows))
+        sent = [group.send(_take(logits, group.index)) for group in groups]
+        gathered = iter(self._shard.gather([part for parts in sent for part in parts]))
+        tokens: list[int] = [0] * len(rows)
+        errors: list[str | None] = [None] * len(rows)
+        for group, parts in zip(groups, sent, strict=True):
+            ids, proof = group.choose([next(gathered) for _ in parts])
+            for at, token, value in zip(group.index, ids.tolist(), proof.tolist(), strict=True):
+                errors[at] = _fault(value)
+                tokens[at] = 0 if errors[at] else token
+        return tokens, errors
+
+
+def _take(logits: Tensor, index: list[int]) -> Tensor:
+    """The rows of `index`, without a copy where that is all of them."""
+    return logits if len(index) == logits.shape[0] else logits[index]
+
+
+def _fault(value: float) -> str | None:
+    """What is wrong with a choice whose best score is `value`."""
+    if value - value == 0:
+        return None
+    if value == -torch.inf:
+        return "no token can be chosen: every logit is -inf (after logit_bias and the min_tokens mask)"
+    return f"the model's logits are not finite: the largest is {value} (NaN counts as inf)"
