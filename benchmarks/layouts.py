@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
-from cluster.local import connect
-from cluster.replica import Replica
+from cluster.embedded.local import connect
+from cluster.replica.replica import Replica
 from placement.layout.layout import Layout
 from placement.nodes.hardware import cpu_has_bfloat16
 from serve_app.settings import ServeArgs, replica_settings

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
-from cluster.local import connect
-from cluster.replica import Replica
+from cluster.embedded.local import connect
+from cluster.replica.replica import Replica
 from placement.cost import memory
 from placement.layout.layout import Layout
 from serve_app.settings import ServeArgs, replica_settings

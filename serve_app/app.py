@@ -22,13 +22,13 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from cluster import topology
-from cluster.discover import best_device, discover
-from cluster.replica import Replica
-from cluster.roles import DutyReport, Role
-from cluster.seats import NODE_ID, none_at_all
-from cluster.settings import ReplicaSettings, shared_variables
-from cluster.waiting import SeatError
+from cluster.nodes import topology
+from cluster.nodes.discover import best_device, discover
+from cluster.replica.replica import Replica
+from cluster.replica.roles import DutyReport, Role
+from cluster.replica.seats import NODE_ID, none_at_all
+from cluster.replica.settings import ReplicaSettings, shared_variables
+from cluster.replica.waiting import SeatError
 from placement.checkpoint import header
 from placement.nodes.assignment import seat_all
 from serve_app.catalog import resolve

@@ -81,7 +81,7 @@ def serve(
     json_logs: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
-    from cluster.local import Shape
+    from cluster.embedded.local import Shape
     from serve_app.serve_command import run_server
     from serve_app.settings import ServeArgs
 

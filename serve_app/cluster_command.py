@@ -25,9 +25,9 @@ class ClusterArgs(BaseModel):
 def run_cluster(args: ClusterArgs, as_json: bool) -> None:
     """Print the cluster. Exits with 2 where none answers, or a node does not take part in the measurement."""
     with joined(args.address):
-        from cluster.discover import available, best_device, discover
-        from cluster.measure import MeasureError, measure
-        from cluster.topology import free_slots
+        from cluster.nodes.discover import available, best_device, discover
+        from cluster.nodes.measure import MeasureError, measure
+        from cluster.nodes.topology import free_slots
 
         device = best_device() if args.device == "auto" else args.device
         free = available()

@@ -49,7 +49,7 @@ class StartFailed(SystemExit):
 def check_free(replace: bool) -> None:
     """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced. Raises a Ray
     error where Serve's controller does not answer: nobody knows then."""
-    from cluster.status import serve_details
+    from cluster.replica.status import serve_details
 
     found = _application(serve_details())
     if found is not None and found["status"] in _ALIVE and not replace:
@@ -68,7 +68,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
 
-    from cluster.status import serve_details
+    from cluster.replica.status import serve_details
     from serve_app.app import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
@@ -89,7 +89,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
 def is_still(since: float | None) -> bool:
     """Whether the application on the connected cluster is the one deployed then, as far as that is known. Raises a Ray error
     where Serve's controller does not answer."""
-    from cluster.status import serve_details
+    from cluster.replica.status import serve_details
 
     return since is None or _since(_application(serve_details())) == since
 
@@ -147,8 +147,8 @@ def _progress() -> Iterator[Callable[[], None]]:
     from ray.exceptions import RayError
 
     from actors.wire.rank_config import RankStatus
-    from cluster.launch import rank_statuses
-    from cluster.waiting import waits
+    from cluster.replica.launch import rank_statuses
+    from cluster.replica.waiting import waits
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster import local
+from cluster.embedded import local
 from serve_app.reasons import reason_of
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from actors.wire.messages import GenerateRequest, KVTicket, SamplingParams
-from cluster.roles import DutyReport, Role, Work
+from cluster.replica.roles import DutyReport, Role, Work
 from serve_app import role_change
 from serve_app.backend import BackendRefused, Health
 from serve_app.handing_over import PrefillReplicas

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from cluster.roles import Role
-from cluster.settings import ReplicaSettings
+from cluster.replica.roles import Role
+from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout, LayoutError
 from placement.nodes.hardware import ClusterSpec
 from placement.ownership.handoff import Side, holdings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cluster.roles import DutyReport, Role, Work
+from cluster.replica.roles import DutyReport, Role, Work
 from serve_app.asking import ask_all
 from serve_app.roster import Member, Roster
 

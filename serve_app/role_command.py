@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cluster.roles import DutyReport, Role, counted
+from cluster.replica.roles import DutyReport, Role, counted
 from serve_app.applications import chosen
 from serve_app.joining import joined
 
@@ -27,7 +27,7 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
     with joined(address):
-        from cluster.status import serve_details
+        from cluster.replica.status import serve_details
 
         told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
     if isinstance(told, DutyReport):

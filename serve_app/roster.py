@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.roles import DutyReport, Role, Work
+from cluster.replica.roles import DutyReport, Role, Work
 from serve_app.asking import ask_all
 
 _FRESH_S = 0.2

@@ -20,9 +20,9 @@ from typing import NoReturn
 from rich.console import Console
 
 from actors.kv_offload.tree import DirectoryError, own_folder
-from cluster import local
-from cluster.settings import DEFAULT_CONTEXT
-from cluster.watch import ClusterWatch, end_descendants
+from cluster.embedded import local
+from cluster.embedded.watch import ClusterWatch, end_descendants
+from cluster.replica.settings import DEFAULT_CONTEXT
 from placement.layout.layout import LayoutError
 from serve_app import pools, proxy
 from serve_app.deploying import StartFailed, check_free, deploy, is_still
@@ -137,7 +137,7 @@ def _reachable(host: str) -> str:
 def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: TextFiles) -> None:
     from ray.exceptions import RayError
 
-    from cluster.status import replica_ids, serve_details, slow_crossings
+    from cluster.replica.status import replica_ids, serve_details, slow_crossings
 
     settings = served.engine
     slow: list[str] = []

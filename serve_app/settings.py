@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from actors.engine.balancing import USUAL_INTERVAL
-from cluster.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
+from cluster.replica.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
 from placement.checkpoint import header as checkpoint_header
 from placement.cost import memory
 from placement.layout.layout import Layout, LayoutError, require

@@ -12,7 +12,7 @@ from serve_app.applications import chosen
 from serve_app.joining import joined
 
 if TYPE_CHECKING:
-    from cluster.status import ClusterState, DeploymentState
+    from cluster.replica.status import ClusterState, DeploymentState
 
 
 def run_status(address: str | None, as_json: bool, name: str | None = None) -> None:
@@ -26,8 +26,8 @@ def run_status(address: str | None, as_json: bool, name: str | None = None) -> N
 
 def _state(address: str | None, asked: str | None) -> ClusterState:
     with joined(address):
-        from cluster.discover import best_device, discover
-        from cluster.status import cluster_state, serve_details
+        from cluster.nodes.discover import best_device, discover
+        from cluster.replica.status import cluster_state, serve_details
         from serve_app.role_command import duties
 
         names = {node.id: node.name for node in discover(best_device()).nodes}

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.engine.link.token_stream import ReplyTo
 from actors.wire.messages import GenerateRequest
-from cluster.roles import Duty, DutyReport, Role
+from cluster.replica.roles import Duty, DutyReport, Role
 
 Answer = Callable[[GenerateRequest, ReplyTo, str], Any]
 

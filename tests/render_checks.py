@@ -12,7 +12,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from cluster.topology import POOL_LABEL, POOLS
+from cluster.nodes.topology import POOL_LABEL, POOLS
 from placement.nodes.fleet import TRANSFER_BYTES
 from serve_app.names import POOL_OF
 from serve_app.pools import layouts

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.nodes.topology import POOL_LABEL
 from cluster.render.legal import require_accelerator, require_image, require_name
 from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
 from cluster.render.serve_file import HTTP_PORT, Deployment, Group, serve_file
-from cluster.topology import POOL_LABEL
 from placement.nodes.fleet import Machine
 
 Manifest = dict[str, Any]
@@ -119,7 +119,7 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
 
 
 def _worker_group(group: Group, pod: Manifest) -> Manifest:
-    """Its label keeps the replicas of other pools away: see `cluster.seats`."""
+    """Its label keeps the replicas of other pools away: see `cluster.replica.seats`."""
     fleet = group.fleet
     return {
         "groupName": group.name,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal
 
+from cluster.nodes.topology import POOL_LABEL
 from cluster.render.legal import require_hosts, require_name
 from cluster.render.serve_file import Deployment, Group
 from cluster.render.start_commands import OWN_MACHINES, head_command, worker_command
-from cluster.topology import POOL_LABEL
 
 Provider = Literal["local", "aws", "gcp"]
 

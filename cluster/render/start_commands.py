@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.topology import POOL_LABEL
+from cluster.nodes.topology import POOL_LABEL
 from placement.nodes.fleet import Machine
 
 HEAD_PORT = 6379

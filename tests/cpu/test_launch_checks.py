@@ -10,10 +10,10 @@ import ray
 
 from actors.rank.rank import Rank
 from actors.wire.rank_config import Place, RankConfig
-from cluster.discover import discover
-from cluster.seats import Seats, node_resources
-from cluster.topology import POOL_LABEL
-from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
+from cluster.nodes.discover import discover
+from cluster.nodes.topology import POOL_LABEL
+from cluster.replica.seats import Seats, node_resources
+from cluster.replica.whereabouts import LaunchError, check_reachable, check_seats, described
 from placement.layout.layout import Layout
 from placement.nodes.bundles import bundles, impossible
 from tests.specs import DENSE

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from actors.wire.rank_config import Place, RankReport, RankStatus
-from cluster import status
-from cluster.settings import ReplicaSettings
+from cluster.replica import status
+from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from tests.specs import DENSE

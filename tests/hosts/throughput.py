@@ -21,10 +21,11 @@ import ray
 from ray.util.placement_group import placement_group
 
 from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
-from cluster import local, seats
-from cluster.replica import Replica
-from cluster.seats import NODE_ID, Seats
-from cluster.settings import ReplicaSettings, shared_variables
+from cluster.embedded import local
+from cluster.replica import seats
+from cluster.replica.replica import Replica
+from cluster.replica.seats import NODE_ID, Seats
+from cluster.replica.settings import ReplicaSettings, shared_variables
 from serve_app.settings import ServeArgs, replica_settings
 
 REQUESTS = 48

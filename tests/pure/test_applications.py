@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.status import cluster_state
+from cluster.replica.status import cluster_state
 from serve_app import role_command, status_command
 from serve_app.applications import ApplicationError, application_name
 from serve_app.names import IMPORT_PATH
@@ -64,9 +64,9 @@ def _nowhere(address: str | None) -> Iterator[None]:
 def test_commands_that_cannot_choose_exit_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for module in (status_command, role_command):
         monkeypatch.setattr(module, "joined", _nowhere)
-    monkeypatch.setattr("cluster.status.serve_details", lambda: details(one=OURS, two=OURS))
-    monkeypatch.setattr("cluster.discover.best_device", lambda: "cpu")
-    monkeypatch.setattr("cluster.discover.discover", lambda device: type("Cluster", (), {"nodes": ()}))
+    monkeypatch.setattr("cluster.replica.status.serve_details", lambda: details(one=OURS, two=OURS))
+    monkeypatch.setattr("cluster.nodes.discover.best_device", lambda: "cpu")
+    monkeypatch.setattr("cluster.nodes.discover.discover", lambda device: type("Cluster", (), {"nodes": ()}))
     with pytest.raises(SystemExit) as status:
         status_command.run_status(None, as_json=False)
     with pytest.raises(SystemExit) as role:

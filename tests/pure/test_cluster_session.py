@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import session
-from cluster.session import Session
+from cluster.embedded import session
+from cluster.embedded.session import Session
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.settings import shared_variables
+from cluster.replica.settings import shared_variables
 
 
 def test_only_what_is_the_same_on_every_node_is_taken_over() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.topology import (
+from cluster.nodes.topology import (
     POOLS,
     cluster_of,
     device_link,

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
-from cluster.roles import Role
+from cluster.replica.roles import Role
 from serve_app.backend import BackendRefused
 from serve_app.handing_over import PrefillReplicas
 from serve_app.names import ENGINE, PREFILL

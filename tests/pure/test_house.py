@@ -75,7 +75,7 @@ def test_the_command_line_starts_without_torch_or_ray() -> None:
 
 def test_ray_decorators_stand_only_where_things_are_created() -> None:
     """Plain classes everywhere: `ray.remote` and `serve.deployment` appear in the composition roots only."""
-    roots = {"cluster/launch.py", "cluster/measure.py", "serve_app/app.py"}
+    roots = {"cluster/replica/launch.py", "cluster/nodes/measure.py", "serve_app/app.py"}
     found = {
         path.relative_to(ROOT).as_posix()
         for path in FILES

@@ -25,7 +25,7 @@ WHOLE = "The deployments ['Engine'] are UNHEALTHY."
     ("messages", "reason"),
     [
         (
-            ["", WHOLE, REPLICA.format(last="cluster.launch.LaunchError: m.safetensors: cut (a: b)")],
+            ["", WHOLE, REPLICA.format(last="cluster.replica.launch.LaunchError: m.safetensors: cut (a: b)")],
             "m.safetensors: cut (a: b)",
         ),
         ([REPLICA.format(last="LaunchError: no dots")], "no dots"),
@@ -82,7 +82,7 @@ def test_a_controller_that_stays_silent_is_told(
 
 
 def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsys: pytest.CaptureFixture[str]) -> None:
-    states.append(status("DEPLOY_FAILED", WHOLE, REPLICA.format(last="cluster.launch.LaunchError: m: cut")))
+    states.append(status("DEPLOY_FAILED", WHOLE, REPLICA.format(last="cluster.replica.launch.LaunchError: m: cut")))
     with pytest.raises(SystemExit) as ended:
         deploying._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2

@@ -10,7 +10,7 @@ import pytest
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
-from cluster.roles import Role, Work
+from cluster.replica.roles import Role, Work
 from serve_app import rendezvous
 from serve_app.backend import BackendRefused, Health
 from serve_app.names import ENGINE, PREFILL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.roles import Duty, Role, Work, WrongRole
+from cluster.replica.roles import Duty, Role, Work, WrongRole
 
 TAKES = {Role.PREFILL: {Work.PROMPT}, Role.DECODE: {Work.REQUEST}, Role.MIXED: {Work.PROMPT, Work.REQUEST}}
 

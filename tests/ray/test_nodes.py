@@ -27,10 +27,10 @@ BUSY = "of 600 s: no free seats for 2 bundles of 2 CPU: the cluster is busy"
 
 SEATS = """
 import threading, time
-from cluster.local import Shape, connect, disconnect
-from cluster.seats import take
-from cluster.settings import ReplicaSettings
-from cluster.waiting import SeatError
+from cluster.embedded.local import Shape, connect, disconnect
+from cluster.replica.seats import take
+from cluster.replica.settings import ReplicaSettings
+from cluster.replica.waiting import SeatError
 from placement import checkpoint_header
 from placement.layout.layout import Layout
 from pathlib import Path

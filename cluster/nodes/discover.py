@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import ray
 
 from actors.wire.rank_config import Device
-from cluster import topology
+from cluster.nodes import topology
 from placement.nodes.hardware import ClusterSpec
 
 

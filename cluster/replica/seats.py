@@ -19,11 +19,11 @@ from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from actors.wire.rank_config import Device
-from cluster.discover import available, discover
-from cluster.local import NAMESPACE
-from cluster.settings import ReplicaSettings
-from cluster.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
-from cluster.waiting import SeatError, Wait
+from cluster.embedded.local import NAMESPACE
+from cluster.nodes.discover import available, discover
+from cluster.nodes.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
+from cluster.replica.settings import ReplicaSettings
+from cluster.replica.waiting import SeatError, Wait
 from placement.cost.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout

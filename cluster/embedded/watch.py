@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.local import Connection
+from cluster.embedded.local import Connection
 
 _EVERY_S = 0.5
 _SILENCE_S = 10.0

@@ -18,12 +18,12 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
-from cluster.local import NAMESPACE
-from cluster.rank_actor import RankActor
-from cluster.seats import Seats
-from cluster.settings import ReplicaSettings
-from cluster.tiers import tier_settings
-from cluster.whereabouts import LaunchError, check_reachable, check_seats, described
+from cluster.embedded.local import NAMESPACE
+from cluster.replica.rank_actor import RankActor
+from cluster.replica.seats import Seats
+from cluster.replica.settings import ReplicaSettings
+from cluster.replica.tiers import tier_settings
+from cluster.replica.whereabouts import LaunchError, check_reachable, check_seats, described
 from placement.cost.memory import BLOCK_TOKENS
 from placement.model.spec import ModelError
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from cluster import session
-from cluster.topology import NAME_LABEL
+from cluster.embedded import session
+from cluster.nodes.topology import NAME_LABEL
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 

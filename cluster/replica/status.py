@@ -9,10 +9,10 @@ import ray
 from pydantic import BaseModel, ConfigDict
 
 from actors.wire.rank_config import RankReport
-from cluster.discover import discover
-from cluster.launch import rank_reports
-from cluster.roles import DutyReport
-from cluster.settings import ReplicaSettings
+from cluster.nodes.discover import discover
+from cluster.replica.launch import rank_reports
+from cluster.replica.roles import DutyReport
+from cluster.replica.settings import ReplicaSettings
 from placement.cost.crossings import crossing_lines, link_loads
 from placement.cost.step_shape import StepShape
 
@@ -139,7 +139,7 @@ def _deployment(
 def _replica(
     found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str], roles: dict[str, str]
 ) -> ReplicaState:
-    """The names of a replica's ranks begin with its id (`cluster.launch`)."""
+    """The names of a replica's ranks begin with its id (`cluster.replica.launch`)."""
     name = found["replica_id"]
     ranks = [_rank(report, node_names) for actor, report in reports.items() if actor.startswith(f"{name}-")]
     return ReplicaState(

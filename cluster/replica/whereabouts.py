@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.rank.addresses import INTERFACE_VARIABLE
 from actors.wire.rank_config import Place
-from cluster.seats import Seats
+from cluster.replica.seats import Seats
 
 
 class LaunchError(RuntimeError):

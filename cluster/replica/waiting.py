@@ -11,7 +11,7 @@ import time
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
-from cluster.local import NAMESPACE
+from cluster.embedded.local import NAMESPACE
 
 log = logging.getLogger("shardwright.seats")
 

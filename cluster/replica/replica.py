@@ -23,10 +23,10 @@ from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver,
 from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.engine.refusal import RequestRefused
 from actors.wire.messages import GenerateRequest, TokenEvent
-from cluster import launch, seats
-from cluster.roles import Duty, DutyReport, Role, Work
-from cluster.settings import DEFAULT_KV_BYTES, ReplicaSettings
-from cluster.tiers import tiering
+from cluster.replica import launch, seats
+from cluster.replica.roles import Duty, DutyReport, Role, Work
+from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
+from cluster.replica.tiers import tiering
 from placement.cost import memory
 from placement.layout import mesh
 from placement.model.spec import DTYPE_BYTES

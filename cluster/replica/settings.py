@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from actors.engine.balancing import USUAL_INTERVAL
 from actors.wire.rank_config import Device
-from cluster.roles import Role
+from cluster.replica.roles import Role
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 
@@ -82,6 +82,6 @@ class ReplicaSettings(BaseModel):
 
     @property
     def pool(self) -> str:
-        """Which of `cluster.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty where
+        """Which of `cluster.nodes.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty where
         there are no pools."""
         return self.role or ""

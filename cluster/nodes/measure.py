@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from cluster.probe import Probe
-from cluster.topology import device_link, with_links
+from cluster.nodes.probe import Probe
+from cluster.nodes.topology import device_link, with_links
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import Link, NodeLink
 

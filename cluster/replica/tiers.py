@@ -9,7 +9,7 @@ from actors.engine.config.engine_config import Tiering
 from actors.kv_offload.piece import Form
 from actors.kv_offload.tree import own_folder
 from actors.wire.tier_settings import TierSettings
-from cluster.settings import ReplicaSettings
+from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory
 from placement.model.digest import model_digest
 from placement.model.spec import ModelSpec
