@@ -32,7 +32,7 @@ from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.rank_config import RankConfig
 from placement.checkpoint import header
 from placement.layout.layout import Layout
-from serve_app.catalog import resolve
+from serve_app.deployment.catalog import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 600.0

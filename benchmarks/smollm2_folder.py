@@ -13,7 +13,7 @@ from placement.checkpoint import header
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.ownership import shards
-from serve_app.catalog import resolve
+from serve_app.deployment.catalog import resolve
 from serve_app.text.model_files import read_text_files
 
 

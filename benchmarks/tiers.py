@@ -26,7 +26,7 @@ from cluster.embedded.local import connect
 from cluster.replica.replica import Replica
 from placement.cost import memory
 from placement.layout.layout import Layout
-from serve_app.settings import ServeArgs, replica_settings
+from serve_app.deployment.settings import ServeArgs, replica_settings
 
 SYSTEM, USER, ANSWER = 96, 64, 8
 """Tokens: what every conversation begins with (each with its own), what a turn adds, and what is answered."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.render.kuberay import kustomization
-from serve_app.render_command import RenderArgs, deployment_of, files_of
-from serve_app.render_text import text_of
+from serve_app.commands.render_command import RenderArgs, deployment_of, files_of
+from serve_app.commands.render_text import text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 _GPUS = {"device": "cuda", "slots": 8, "cpus": 96, "memory": "1024GiB", "image": "shardwright:cuda"}

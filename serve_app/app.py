@@ -31,17 +31,17 @@ from cluster.replica.settings import ReplicaSettings, shared_variables
 from cluster.replica.waiting import SeatError
 from placement.checkpoint import header
 from placement.nodes.assignment import seat_all
-from serve_app.catalog import resolve
-from serve_app.handle_backend import HandleBackend
-from serve_app.names import ENGINE, INGRESS
+from serve_app.deployment.catalog import resolve
+from serve_app.deployment.names import ENGINE, INGRESS
+from serve_app.deployment.pools import Service, service
+from serve_app.deployment.preflight import check_files
+from serve_app.deployment.served_model import ServedModel
+from serve_app.deployment.settings import ServeArgs, parse_args, read_api_keys, served_name
 from serve_app.openai.api import ApiSettings, create_api
-from serve_app.pooled_backend import PooledBackend
-from serve_app.pools import Service, service
-from serve_app.preflight import check_files
-from serve_app.role_change import RoleRefused
-from serve_app.router import EngineRouter
-from serve_app.served_model import ServedModel
-from serve_app.settings import ServeArgs, parse_args, read_api_keys, served_name
+from serve_app.routing.handle_backend import HandleBackend
+from serve_app.routing.pooled_backend import PooledBackend
+from serve_app.routing.role_change import RoleRefused
+from serve_app.routing.router import EngineRouter
 
 _ONGOING = 100_000
 """The engine queues and refuses by its own rules; Serve shall not queue before it."""

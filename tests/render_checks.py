@@ -14,9 +14,9 @@ from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicati
 
 from cluster.nodes.topology import POOL_LABEL, POOLS
 from placement.nodes.fleet import TRANSFER_BYTES
-from serve_app.names import POOL_OF
-from serve_app.pools import layouts
-from serve_app.settings import parse_args
+from serve_app.deployment.names import POOL_OF
+from serve_app.deployment.pools import layouts
+from serve_app.deployment.settings import parse_args
 from tests.crd_schemas import faults
 
 QUANTITY = {"Mi": 2**20, "Gi": 2**30}

@@ -11,17 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.backend import Backend
-from serve_app.openai.answer import json_response
-from serve_app.openai.errors import ApiError
-from serve_app.openai.keys import key_check
-from serve_app.openai.metrics import Metrics
-from serve_app.openai.request_id import RequestId
+from serve_app.deployment.served_model import ServedModel
+from serve_app.openai.request.errors import ApiError
+from serve_app.openai.request.keys import key_check
+from serve_app.openai.request.request_id import RequestId
+from serve_app.openai.request.settings import ApiSettings
+from serve_app.openai.response.answer import json_response
+from serve_app.openai.response.metrics import Metrics
 from serve_app.openai.routes_generate import add_generation
 from serve_app.openai.routes_model import add_models, add_tokens
 from serve_app.openai.routes_status import add_status
-from serve_app.openai.settings import ApiSettings
-from serve_app.served_model import ServedModel
+from serve_app.routing.backend import Backend
 
 __all__ = ["ApiSettings", "create_api"]
 

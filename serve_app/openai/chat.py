@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.openai import logprobs
-from serve_app.openai.delta import Delta
-from serve_app.openai.errors import invalid
-from serve_app.openai.plan import Asked, Choice, Origin, plan
-from serve_app.openai.prompts import chat_prompt
-from serve_app.openai.schema import ChatFields
-from serve_app.openai.settings import ApiSettings
-from serve_app.openai.shape import Head, Job
-from serve_app.openai.writing import writing
-from serve_app.served_model import ServedModel
+from serve_app.deployment.served_model import ServedModel
+from serve_app.openai.request.errors import invalid
+from serve_app.openai.request.plan import Asked, Choice, Origin, plan
+from serve_app.openai.request.prompts import chat_prompt
+from serve_app.openai.request.schema import ChatFields
+from serve_app.openai.request.settings import ApiSettings
+from serve_app.openai.response import logprobs
+from serve_app.openai.response.delta import Delta
+from serve_app.openai.response.shape import Head, Job
+from serve_app.openai.response.writing import writing
 from serve_app.text.tokenizer import Tokenizer
 
 

@@ -12,19 +12,19 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from serve_app.backend import Backend
+from serve_app.deployment.served_model import ServedModel
 from serve_app.openai import chat, completions
-from serve_app.openai.answer import Answering, as_api_error
-from serve_app.openai.body import read_object
-from serve_app.openai.disconnect import ClientGone
-from serve_app.openai.errors import unknown_model
-from serve_app.openai.metrics import CLIENT_GONE, Metrics
-from serve_app.openai.plan import Origin
-from serve_app.openai.schema import ChatFields, CompletionFields
-from serve_app.openai.settings import ApiSettings
-from serve_app.openai.shape import Job
-from serve_app.openai.timeout import timeout_of
-from serve_app.served_model import ServedModel
+from serve_app.openai.request.body import read_object
+from serve_app.openai.request.errors import unknown_model
+from serve_app.openai.request.plan import Origin
+from serve_app.openai.request.schema import ChatFields, CompletionFields
+from serve_app.openai.request.settings import ApiSettings
+from serve_app.openai.request.timeout import timeout_of
+from serve_app.openai.response.answer import Answering, as_api_error
+from serve_app.openai.response.disconnect import ClientGone
+from serve_app.openai.response.metrics import CLIENT_GONE, Metrics
+from serve_app.openai.response.shape import Job
+from serve_app.routing.backend import Backend
 
 MakeJob = Callable[[dict[str, Any], Origin], Awaitable[Job]]
 

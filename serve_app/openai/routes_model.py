@@ -8,14 +8,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.openai.answer import json_response
-from serve_app.openai.body import read_object
-from serve_app.openai.errors import unknown_model
-from serve_app.openai.prompts import chat_prompt, check_ids, text_prompt, tokenizer_of
+from serve_app.deployment.served_model import ServedModel
+from serve_app.openai.request.body import read_object
+from serve_app.openai.request.errors import unknown_model
+from serve_app.openai.request.prompts import chat_prompt, check_ids, text_prompt, tokenizer_of
+from serve_app.openai.request.schema import DetokenizeFields, TokenizeChatFields, TokenizeFields
+from serve_app.openai.request.settings import ApiSettings
+from serve_app.openai.response.answer import json_response
 from serve_app.openai.routes_generate import check_model
-from serve_app.openai.schema import DetokenizeFields, TokenizeChatFields, TokenizeFields
-from serve_app.openai.settings import ApiSettings
-from serve_app.served_model import ServedModel
 
 
 def add_models(router: APIRouter, model: ServedModel) -> None:

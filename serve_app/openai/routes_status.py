@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from serve_app.backend import Backend, Health
-from serve_app.openai.answer import json_response
-from serve_app.openai.metrics import Metrics, exposition
+from serve_app.openai.response.answer import json_response
+from serve_app.openai.response.metrics import Metrics, exposition
+from serve_app.routing.backend import Backend, Health
 
 _log = logging.getLogger("shardwright.api")
 

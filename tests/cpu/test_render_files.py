@@ -18,11 +18,11 @@ from placement.layout.layout import Layout, LayoutError
 from placement.model.spec import ModelSpec
 from placement.nodes.assignment import seat
 from placement.nodes.fleet import GIB, Machine, fleet
-from serve_app.catalog import DEFAULT_MODEL, resolve
-from serve_app.pools import layouts
-from serve_app.render_command import RenderArgs, deployment_of, render
-from serve_app.render_text import text_of
-from serve_app.settings import ServeArgs
+from serve_app.commands.render_command import RenderArgs, deployment_of, render
+from serve_app.commands.render_text import text_of
+from serve_app.deployment.catalog import DEFAULT_MODEL, resolve
+from serve_app.deployment.pools import layouts
+from serve_app.deployment.settings import ServeArgs
 from tests.crd_schemas import faults
 from tests.layout_draws import draw_layout
 from tests.render_checks import check_manifest, check_ray_up, check_serve_file

@@ -14,7 +14,7 @@ from cluster.render.start_commands import worker_command
 from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
 from placement.nodes.fleet import GIB, Machine
-from serve_app.render_command import RenderArgs, deployment_of, render, run_render
+from serve_app.commands.render_command import RenderArgs, deployment_of, render, run_render
 from tests.render_checks import check_manifest, check_ray_up
 from tests.tiny_models import tiny
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.render_command import RenderArgs, render
-from serve_app.render_text import text_of
+from serve_app.commands.render_command import RenderArgs, render
+from serve_app.commands.render_text import text_of
 from tests.crd_schemas import faults
 from tests.render_checks import PLACEHOLDER, check_manifest, check_ray_up, start_line
 from tests.render_overlays import ROOT, overlays

@@ -10,7 +10,7 @@ import pytest
 from actors.model.layers.layers import RowParallel, linear
 from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
-from serve_app.verify_command import VerifyArgs, run_verify
+from serve_app.commands.verify_command import VerifyArgs, run_verify
 from tests.tiny_models import tiny
 
 

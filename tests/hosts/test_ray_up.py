@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from actors.kv_transfer.nixl_transport import is_installed
-from serve_app.render_command import RenderArgs, render
+from serve_app.commands.render_command import RenderArgs, render
 from tests.hosts.box import need_hosts
 from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, wait_until
 from tests.ray.streaming import Stream, body

@@ -18,7 +18,7 @@ from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import Link, NodeLink
-from serve_app.catalog import DEFAULT_MODEL
+from serve_app.deployment.catalog import DEFAULT_MODEL
 from tests.hosts.box import ROOT, Box, Host, box, need_hosts
 from tests.hosts.throughput import REQUESTS, SPLIT
 from tests.hosts.up_cluster import wait_until

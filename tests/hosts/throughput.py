@@ -26,7 +26,7 @@ from cluster.replica import seats
 from cluster.replica.replica import Replica
 from cluster.replica.seats import NODE_ID, Seats
 from cluster.replica.settings import ReplicaSettings, shared_variables
-from serve_app.settings import ServeArgs, replica_settings
+from serve_app.deployment.settings import ServeArgs, replica_settings
 
 REQUESTS = 48
 TOKENS = 8

@@ -12,7 +12,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 STUCK = """
 import subprocess, sys, time
-from serve_app.serve_command import _end_by_force_after
+from serve_app.commands.serve_command import _end_by_force_after
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 _end_by_force_after(0.2)

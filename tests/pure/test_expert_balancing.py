@@ -11,7 +11,7 @@ from actors.engine.balancing import Balancing, ExpertBalancer
 from actors.engine.config.stats import ExpertStats
 from actors.wire.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
 from placement.experts.expert_map import initial
-from serve_app.openai.metrics import Metrics, exposition
+from serve_app.openai.response.metrics import Metrics, exposition
 
 LAYERS = (1, 3)
 LOADS = {1: [80, 80, 1, 1], 3: [10, 10, 10, 10]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from placement.checkpoint.hf import config_json
-from serve_app import cli
+from serve_app.commands import cli
 from tests.safetensors_files import tensors_of, write
 
 _CONFIG = {

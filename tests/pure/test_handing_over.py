@@ -17,11 +17,11 @@ from ray.exceptions import RayActorError
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from cluster.replica.roles import Role
-from serve_app.backend import BackendRefused
-from serve_app.handing_over import PrefillReplicas
-from serve_app.names import ENGINE, PREFILL
-from serve_app.pooled_backend import PooledBackend
-from serve_app.roster import Roster
+from serve_app.deployment.names import ENGINE, PREFILL
+from serve_app.routing.backend import BackendRefused
+from serve_app.routing.handing_over import PrefillReplicas
+from serve_app.routing.pooled_backend import PooledBackend
+from serve_app.routing.roster import Roster
 from tests.handles import Handle
 
 WAIT_S = 5.0

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
-from serve_app.handle_backend import HandleBackend
+from serve_app.routing.handle_backend import HandleBackend
 
 REQUEST = GenerateRequest(request_id="r", prompt=[1], max_tokens=4, sampling=SamplingParams())
 

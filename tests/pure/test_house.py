@@ -68,7 +68,7 @@ def test_pure_packages_load_neither_torch_nor_ray(package: str) -> None:
 
 
 def test_the_command_line_starts_without_torch_or_ray() -> None:
-    code = "import sys\nimport serve_app.cli\nprint([m for m in ('torch', 'ray', 'fastapi') if m in sys.modules])"
+    code = "import sys\nimport serve_app.commands.cli\nprint([m for m in ('torch', 'ray', 'fastapi') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 

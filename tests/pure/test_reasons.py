@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from placement.layout.layout import LayoutError
-from serve_app import deploying, serve_command
-from serve_app.reasons import first_reason, reason_of
+from serve_app.commands import deploying, serve_command
+from serve_app.deployment.reasons import first_reason, reason_of
 
 REPLICA = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or initial \
 health check failing. See controller logs for details. Error:

@@ -11,12 +11,12 @@ import pytest
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
 from cluster.replica.roles import Role, Work
-from serve_app import rendezvous
-from serve_app.backend import BackendRefused, Health
-from serve_app.names import ENGINE, PREFILL
-from serve_app.pooled_backend import PooledBackend
-from serve_app.role_change import RoleRefused, change_role
-from serve_app.roster import Roster
+from serve_app.deployment.names import ENGINE, PREFILL
+from serve_app.routing import rendezvous
+from serve_app.routing.backend import BackendRefused, Health
+from serve_app.routing.pooled_backend import PooledBackend
+from serve_app.routing.role_change import RoleRefused, change_role
+from serve_app.routing.roster import Roster
 from tests.handles import Handle
 
 WAIT_S = 5.0
@@ -87,7 +87,7 @@ async def pair(require_prefill: bool = False, wait_s: float = WAIT_S) -> AsyncIt
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
-    monkeypatch.setattr("serve_app.roster._FRESH_S", 0.0)
+    monkeypatch.setattr("serve_app.routing.roster._FRESH_S", 0.0)
 
 
 async def test_nothing_is_ready_before_a_prompt_was_handed_over() -> None:

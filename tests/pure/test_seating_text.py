@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import Link, NodeLink
-from serve_app.cli import app
+from serve_app.commands.cli import app
 
 RUN = CliRunner()
 

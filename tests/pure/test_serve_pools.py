@@ -9,9 +9,9 @@ import pytest
 from cluster.replica.roles import Role
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from serve_app import pools
-from serve_app.names import ENGINE, MIXED, PREFILL
-from serve_app.settings import ServeArgs, parse_args
+from serve_app.deployment import pools
+from serve_app.deployment.names import ENGINE, MIXED, PREFILL
+from serve_app.deployment.settings import ServeArgs, parse_args
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import pytest
 from placement.cost.memory import MemoryBudgetError
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from serve_app.settings import ArgumentError, ServeArgs, parse_args, replica_settings
+from serve_app.deployment.settings import ArgumentError, ServeArgs, parse_args, replica_settings
 
 CONFIG = {
     "model_type": "llama",

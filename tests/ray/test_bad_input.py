@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from placement.model.spec import ModelError
 from serve_app.app import build
-from serve_app.catalog import BUILT_IN, DEFAULT_MODEL, resolve
-from serve_app.settings import ServeArgs
+from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, resolve
+from serve_app.deployment.settings import ServeArgs
 from tests.ray.server import SHARDWRIGHT, run
 from tests.tiny_models import tiny
 
@@ -134,8 +134,8 @@ def test_a_bad_model_is_not_verified(checkpoint: Path, spoil: Callable[[Path], s
 
 
 LATE = """
-import serve_app.preflight
-serve_app.preflight.check_files = lambda path, spec: None
+import serve_app.deployment.preflight
+serve_app.deployment.preflight.check_files = lambda path, spec: None
 from ray import serve
 {more}
 from serve_app import cli

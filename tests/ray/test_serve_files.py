@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from actors.kv_transfer.nixl_transport import is_installed
-from serve_app.settings import ServeArgs
+from serve_app.deployment.settings import ServeArgs
 from tests.ray.server import environment, free_port, kill, wait_until
 from tests.ray.streaming import body
 from tests.tiny_models import tiny

@@ -15,9 +15,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from actors.wire.messages import GenerateRequest, TokenEvent, TokenLogprob
-from serve_app.backend import BackendRefused, Health
+from serve_app.deployment.served_model import ServedModel
 from serve_app.openai.api import ApiSettings, create_api
-from serve_app.served_model import ServedModel
+from serve_app.routing.backend import BackendRefused, Health
 from serve_app.text import byte_level
 from serve_app.text.template import ChatTemplate
 from serve_app.text.tokenizer import Tokenizer

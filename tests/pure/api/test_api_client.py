@@ -11,8 +11,8 @@ import openai
 import pytest
 import uvicorn
 
-from serve_app.backend import BackendRefused
 from serve_app.openai.api import ApiSettings
+from serve_app.routing.backend import BackendRefused
 
 DEADLINE_S = 10
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from actors.wire.messages import TokenEvent
-from serve_app.backend import BackendRefused, Health
+from serve_app.routing.backend import BackendRefused, Health
 
 SECRET = "zebra"
 USER = [{"role": "user", "content": "x"}]

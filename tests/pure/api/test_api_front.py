@@ -10,9 +10,9 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.openai.timeout import timeout_of
-from serve_app.proxy import Front
-from serve_app.settings import ArgumentError, parse_args
+from serve_app.deployment.proxy import Front
+from serve_app.deployment.settings import ArgumentError, parse_args
+from serve_app.openai.request.timeout import timeout_of
 
 Inner = Callable[[Scope, Receive, Send], Awaitable[None]]
 

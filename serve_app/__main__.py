@@ -1,6 +1,0 @@
-"""``python -m serve_app`` is the ``shardwright`` command."""
-
-from serve_app.cli import main
-
-if __name__ == "__main__":
-    main()

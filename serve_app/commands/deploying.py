@@ -1,0 +1,179 @@
+"""The application on a connected cluster: from asking Ray Serve for it to its running, with what there is to see meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from serve_app.deployment.names import APP_NAME
+from serve_app.deployment.reasons import first_reason
+from serve_app.deployment.settings import ServeArgs
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+_POLL_S = 0.1
+_DEPLOY_TIMEOUT_S = 900.0
+_SILENT_S = 60.0
+"""A controller that gives no status for so long is gone; one that was restarted is back before."""
+
+_ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """An application of ours. `port`: that of a Serve which ran there before, if one did; `since`: when it was deployed, in
+    seconds since 1970, None where that is not known."""
+
+    port: int
+    since: float | None
+
+
+class StartFailed(SystemExit):
+    """The service did not come up; the reason is already on stderr."""
+
+    def __init__(self, reason: str) -> None:
+        print(f"error: {reason}", file=sys.stderr)
+        super().__init__(2)
+
+
+def check_free(replace: bool) -> None:
+    """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced. Raises a Ray
+    error where Serve's controller does not answer: nobody knows then."""
+    from cluster.replica.status import serve_details
+
+    found = _application(serve_details())
+    if found is not None and found["status"] in _ALIVE and not replace:
+        ago_s = max(0.0, time.time() - found["last_deployed_time_s"])
+        raise StartFailed(
+            f"an application {APP_NAME} is {found['status'].value} on this cluster already, deployed {ago_s:.0f} s ago: end "
+            "the command that serves it, or give --replace to take its place"
+        )
+
+
+def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Deployed:
+    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Exits with 2, and the reason, when it will not
+    run."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.api import RunTarget
+    from ray.serve.schema import LoggingConfig
+
+    from cluster.replica.status import serve_details
+    from serve_app.app import application
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
+    app = application(args)  # what the cluster cannot do is refused before Serve is started on it, which stays
+    serve.start(
+        http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
+    )
+    target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    with _progress() as show:
+        _wait_until_running(stop, show)
+    details: dict[str, Any] = {}
+    with suppress(RayError):  # a controller too busy to tell is no reason to fail
+        details = serve_details()
+    return Deployed(port=_port(details, port), since=_since(_application(details)))
+
+
+def is_still(since: float | None) -> bool:
+    """Whether the application on the connected cluster is the one deployed then, as far as that is known. Raises a Ray error
+    where Serve's controller does not answer."""
+    from cluster.replica.status import serve_details
+
+    return since is None or _since(_application(serve_details())) == since
+
+
+def _application(details: dict[str, Any]) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = details.get("applications", {}).get(APP_NAME)
+    return found
+
+
+def _since(application: dict[str, Any] | None) -> float | None:
+    return None if application is None else float(application["last_deployed_time_s"])
+
+
+def _port(details: dict[str, Any], asked: int) -> int:
+    found: int = (details.get("http_options") or {}).get("port", asked)
+    if found != asked:
+        print(
+            f"Ray Serve runs on this cluster already, on port {found}: it stays there, whatever --port says.", file=sys.stderr
+        )
+    return found
+
+
+def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
+    """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
+    began = heard = time.monotonic()
+    reasons: list[str] = []
+    while not stop.wait(_POLL_S):
+        now, status = time.monotonic(), _status()
+        if status is not None:
+            if status.status == "RUNNING":
+                return
+            heard, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartFailed(first_reason(reasons))
+        show()
+        if now - heard > _SILENT_S:
+            raise StartFailed(f"Ray Serve has not told the state of the application for {_SILENT_S:.0f} s")
+        if now - began > _DEPLOY_TIMEOUT_S:
+            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_reason(reasons)}")
+
+
+def _status() -> ApplicationStatusOverview | None:
+    """None while Serve's controller restarts: it does not answer, or does not know the application again yet."""
+    from ray import serve
+    from ray.exceptions import RayActorError
+
+    with suppress(RayActorError):
+        return serve.status().applications.get(APP_NAME)
+    return None
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """A function that draws how far each rank's loading is, and tells what replicas wait for; ranks are found by name."""
+    from ray.exceptions import RayError
+
+    from actors.wire.rank_config import RankStatus
+    from cluster.replica.launch import rank_statuses
+    from cluster.replica.waiting import waits
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+        statuses: dict[str, RankStatus] = {}
+        told: set[str] = set()
+        with suppress(RayError):  # what those before have left
+            told.update(waits())
+
+        def show() -> None:
+            lines: list[str] = []
+            with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+                statuses.update(rank_statuses())
+                lines = [line for line in waits() if line not in told]
+            told.update(lines)
+            for line in lines:
+                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            for name, status in statuses.items():
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name, total=None)
+                progress.update(
+                    tasks[name],
+                    description=f"rank {name.rsplit('-', 1)[-1]} {status.state}",
+                    completed=status.loaded_bytes,
+                    total=status.total_bytes or None,
+                )
+
+        yield show

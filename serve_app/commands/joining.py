@@ -1,0 +1,26 @@
+"""Joining a running cluster for the length of a command that only looks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.embedded import local
+from serve_app.deployment.reasons import reason_of
+
+
+@contextmanager
+def joined(address: str | None) -> Iterator[local.Connection]:
+    """A connection to the cluster at `address`, or the one that is found. Exits with 2 and the reason where none answers."""
+    where = address or local.configured_address() or "this machine"
+    try:
+        connection = local.connect_running(address)
+    except Exception as error:
+        text = str(error) if isinstance(error, ConnectionError) else reason_of(error)
+        print(f"error: no Ray cluster answers at {where}: {text}", file=sys.stderr)
+        raise SystemExit(2) from error
+    try:
+        yield connection
+    finally:
+        local.leave()

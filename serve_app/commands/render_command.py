@@ -1,0 +1,215 @@
+"""``shardwright render``: the files that bring a layout to machines, written for a layout and a kind of machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.render.kuberay import Cloud, kustomization, manifests
+from cluster.render.ray_up import cloud_cluster, local_cluster
+from cluster.render.serve_file import Deployment, Pool, serve_file
+from placement.checkpoint import header
+from placement.cost.memory import rank_memories
+from placement.layout.layout import Layout, LayoutError, require
+from placement.nodes.fleet import Machine, fleet
+from placement.ownership.handoff import Side, holdings
+from serve_app.commands.render_text import Files, text_of, write
+from serve_app.deployment.catalog import resolve
+from serve_app.deployment.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
+from serve_app.deployment.pools import layouts as layouts_of
+from serve_app.deployment.settings import Bytes, ServeArgs
+
+_OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
+
+
+class RenderArgs(BaseModel):
+    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill`,
+    `decode` and `mixed` are pools, in place of `layout`, as in `ServeArgs`; `prefill_machine` and its like say in what the
+    machines of one differ, as in ``slots=4,memory=512GiB`` (kuberay).
+
+    `spare`: machines that stay free, for an upgrade (kuberay).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    layout: str = ""
+    prefill: str = ""
+    decode: str = ""
+    mixed: str = ""
+    target: Literal["ray-up", "kuberay", "serve"]
+    name: str = APP_NAME
+    model_path: str | None = None
+    slots: int = Field(default=8, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    cpus: int | None = Field(default=None, ge=1)
+    memory: Bytes = 64 * 2**30
+    accelerator: str | None = None
+    prefill_machine: str = ""
+    decode_machine: str = ""
+    mixed_machine: str = ""
+    image: str = "shardwright:latest"
+    spare: int = Field(default=0, ge=0)
+    gateway_class: str | None = None
+    provider: Literal["local", "aws", "gcp"] = "local"
+    head: str = ""
+    workers: tuple[str, ...] = ()
+    ssh_user: str = "ubuntu"
+    ssh_key: str | None = None
+    instance: str = ""
+    region: str = ""
+    zone: str = ""
+    project: str = ""
+    setup: tuple[str, ...] = ()
+    out: Path | None = None
+
+
+def run_render(args: RenderArgs) -> None:
+    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`; exits with 2 where `out` cannot be
+    written."""
+    files = render(args)
+    if args.out is None:
+        typer.echo("---\n".join(text_of(documents) for documents in files.values()), nl=False)
+        return
+    try:
+        write(files, args.out)
+    except OSError as error:
+        print(f"error: --out {args.out}: {error.strerror}: it must be a folder that can be made or written", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def render(args: RenderArgs) -> Files:
+    """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
+    layouts = _layouts(args)
+    spec = header.read(resolve(args.model, header_only=True).path)
+    for layout in layouts.values():
+        require(layout, spec)  # before the machines: they are counted for a layout that can be
+        if _in_pools(args):
+            holdings(spec, Side(layout))  # raises where the model's KV cannot be handed over
+    deployment = deployment_of(args)
+    for pool in deployment.pools:
+        require(pool.layout, spec, pool.fleet.cluster)
+        if args.target == "kuberay":
+            pool.fleet.require_memory(sum(rank.weight_bytes for rank in rank_memories(spec, pool.layout)))
+    return files_of(args, deployment)
+
+
+def deployment_of(args: RenderArgs) -> Deployment:
+    """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
+    layouts = _layouts(args)
+    args = _roomy(args, layouts) if args.target == "serve" else args
+    arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
+    machines = {name: _machine_of(args, argument) for name, argument in arguments.items()}
+    _check_machines(args, machines)
+    return Deployment(
+        name=args.name,
+        model=args.model_path or args.model,
+        pools=tuple(
+            Pool(name=name, argument=arguments[name], layout=layout, fleet=fleet(layout, machines[name]))
+            for name, layout in layouts.items()
+        ),
+        import_path=IMPORT_PATH,
+        ingress=INGRESS,
+    )
+
+
+def _roomy(args: RenderArgs, layouts: Mapping[str, Layout]) -> RenderArgs:
+    """The same on machines with room: a Serve file lists none, so what was not said of them cannot be wrong."""
+    slots = max(args.slots, *(layout.tp for layout in layouts.values()))
+    return args.model_copy(update={"slots": slots, "cpus": max(args.cpus or slots, slots)})
+
+
+def _layouts(args: RenderArgs) -> dict[str, Layout]:
+    """The layout, or those of the pools, by deployment."""
+    pools = {"prefill": args.prefill, "decode": args.decode, "mixed": args.mixed}
+    return layouts_of(ServeArgs(model=args.model, layout=args.layout, **pools))
+
+
+def _in_pools(args: RenderArgs) -> bool:
+    return bool(args.prefill or args.decode or args.mixed)
+
+
+def _machine(args: RenderArgs) -> Machine:
+    return Machine(
+        slots=args.slots,
+        kind=args.device,
+        cpus=args.cpus or args.slots,
+        memory_bytes=args.memory,
+        accelerator=args.accelerator,
+    )
+
+
+def _machine_of(args: RenderArgs, pool: str) -> Machine:
+    """The machine of a pool: the usual one, but for what is said of it. Raises `LayoutError`, for values `ValidationError`."""
+    text = _unlike(args).get(pool, "")
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    asked = {name.strip(): value.strip() for name, _, value in pairs}
+    if not asked.keys() <= set(_OF_A_MACHINE):
+        raise LayoutError(f"--{pool}-machine {text!r} must be some of {', '.join(f'{name}=...' for name in _OF_A_MACHINE)}")
+    if len(asked) < len(pairs):
+        names = [name.strip() for name, _, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LayoutError(f"--{pool}-machine {text!r} says {twice} {names.count(twice)} times: say it once")
+    return _machine(RenderArgs.model_validate({**args.model_dump(), **asked}))
+
+
+def _unlike(args: RenderArgs) -> dict[str, str]:
+    """What is said of machines of one pool."""
+    texts = {"prefill": args.prefill_machine, "decode": args.decode_machine, "mixed": args.mixed_machine}
+    return {pool: text for pool, text in texts.items() if text}
+
+
+def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
+    """Raise `LayoutError` for machines that pools cannot have."""
+    nobodys = [f"--{pool}-machine" for pool in _unlike(args) if not getattr(args, pool)]
+    if nobodys:
+        raise LayoutError(f"{' and '.join(nobodys)} is of a pool that there is not; --slots and the like are of all machines")
+    for machine in machines.values() if _in_pools(args) and args.target != "serve" else ():
+        machine.require_room_for_transfers()
+    if len(set(machines.values())) == 1:
+        return
+    if args.target == "ray-up":
+        sizes = " and ".join(str(machine.slots) for machine in machines.values())
+        raise LayoutError(f"ray up starts all workers alike, but the pools' machines differ ({sizes} slots, ...): use kuberay")
+    if args.spare:
+        raise LayoutError(
+            f"--spare {args.spare} counts machines of one kind, but the pools have more, and an upgrade needs all"
+        )
+
+
+def files_of(args: RenderArgs, deployment: Deployment) -> Files:
+    """The files of one target."""
+    if args.target == "serve":
+        return {"serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+    if args.target == "kuberay":
+        cloud = Cloud(image=args.image, spare=args.spare, gateway_class=args.gateway_class)
+        files = manifests(deployment, cloud)
+        return {"kustomization.yaml": [kustomization(deployment.name, list(files))], **files}
+    return {"cluster.yaml": [_ray_up(args, deployment)], "serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+
+
+def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:
+    if args.provider == "local":
+        need = deployment.machines
+        if not args.head or len(args.workers) < need:
+            raise LayoutError(
+                f"{deployment} needs {need} worker machines of {args.slots} slots and a head beside them, but --head is "
+                f"{args.head!r} and --worker was given {len(args.workers)} times"
+            )
+        setup = {"setup": args.setup} if args.setup else {}
+        return local_cluster(deployment, args.head, args.workers, args.ssh_user, args.ssh_key, **setup)
+    wanted: Mapping[str, str] = {"instance": args.instance, "region": args.region, "zone": args.zone}
+    if args.provider == "gcp":
+        wanted = {**wanted, "project": args.project}
+    missing = [f"--{name}" for name, value in wanted.items() if not value]
+    if missing:
+        raise LayoutError(f"machines of {args.provider} want {', '.join(missing)}")
+    place = {"region": args.region, "availability_zone": args.zone}
+    place |= {"project_id": args.project} if args.provider == "gcp" else {}
+    head = {"aws": "m7i.large", "gcp": "n2-standard-2"}[args.provider]
+    return cloud_cluster(deployment, args.provider, args.instance, head, place)

@@ -1,0 +1,82 @@
+"""``shardwright role``: another role for a replica that runs, and what it waits for until it has it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from cluster.replica.roles import DutyReport, Role, counted
+from serve_app.commands.joining import joined
+from serve_app.deployment.applications import chosen
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+_LOOK_EVERY_S = 0.5
+_ANSWER_S, _GLANCE_S = 20.0, 5.0
+
+
+def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
+    """Have `replica` of the application `name`, or of the one there is (`serve_app.deployment.applications`), become what is asked. Exits
+    with 1 where it does not, 2 where it is no role, no cluster answers or several applications could be meant."""
+    if becomes not in list(Role):
+        print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
+        raise SystemExit(2)
+    with joined(address):
+        from cluster.replica.status import serve_details
+
+        told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
+    if isinstance(told, DutyReport):
+        typer.echo(told.model_dump_json() if as_json else f"replica {told.name} is {told.role}")
+    if not isinstance(told, DutyReport) or told.role != becomes:
+        print(f"error: {told.gave_up if isinstance(told, DutyReport) else told}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> DutyReport | str:
+    """How the replica stands in the end, or why it is not there, or may not change."""
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        ingress = _ingress(name)
+    except RayServeException as error:
+        return f"nothing is served on this cluster: {error}"
+    told: DutyReport | str = _call(ingress, "change_role", replica, becomes, within_s)
+    ends, said = time.monotonic() + within_s + _ANSWER_S, ""
+    while isinstance(told, DutyReport) and told.becomes is not None and time.monotonic() < ends:
+        waits = f"replica {told.name} finishes {counted(told.waits_for)}, and takes no more such; {told.left_s:.0f} s are left"
+        if not quiet and counted(told.waits_for) != said:
+            said = counted(told.waits_for)
+            print(waits, file=sys.stderr)
+        time.sleep(_LOOK_EVERY_S)
+        told = next((each for each in _call(ingress, "roles") if each.name == replica), f"replica {replica} is gone")
+    return told
+
+
+def duties(name: str) -> list[DutyReport]:
+    """What each replica of the pools of the application `name` takes, on the connected cluster; none, where that cannot be told
+    now."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        found: list[DutyReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
+    except (RayError, RayServeException, TimeoutError):  # status is for when things go wrong, too
+        return []
+    return found
+
+
+def _ingress(name: str) -> DeploymentHandle[Any]:
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
+    return serve.get_app_handle(name)
+
+
+def _call(ingress: DeploymentHandle[Any], method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+    call: Any = ingress.options(method_name=method)
+    return call.remote(*arguments).result(timeout_s=timeout_s)

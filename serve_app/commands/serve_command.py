@@ -1,0 +1,243 @@
+"""``shardwright serve``: start or join Ray, deploy (`deploying.py`), say when it is ready, and end what was started."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from actors.kv_offload.tree import DirectoryError, own_folder
+from cluster.embedded import local
+from cluster.embedded.watch import ClusterWatch, end_descendants
+from cluster.replica.settings import DEFAULT_CONTEXT
+from placement.layout.layout import LayoutError
+from serve_app.commands.deploying import StartFailed, check_free, deploy, is_still
+from serve_app.commands.endpoint_health import health_line
+from serve_app.deployment import pools, proxy
+from serve_app.deployment.names import APP_NAME
+from serve_app.deployment.pools import Service
+from serve_app.deployment.preflight import check_files
+from serve_app.deployment.reasons import reason_of
+from serve_app.deployment.settings import ServeArgs
+from serve_app.text.model_files import TextFiles
+
+_END_S = 45.0
+_INTERRUPTED = 130
+"""Exit status of a server that was told to end before it was ready, or twice."""
+
+
+def run_server(
+    args: ServeArgs,
+    *,
+    host: str,
+    port: int,
+    address: str | None,
+    json_logs: bool,
+    shape: local.Shape | None = None,
+    replace: bool = False,
+) -> None:
+    """Serve until interrupted. Mistakes are found before anything starts, where they can be. `shape`: embed these nodes.
+    `replace`: take the place of an application that runs on the cluster.
+
+    Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
+    """
+    _set_logs(json_logs)
+    served, texts = _preflight(args, address, shape)
+    joins = shape is None and (address or local.configured_address()) is not None
+    if not joins:  # elsewhere, the replicas' machines say at their start what is wrong with it
+        _check_directory(served)
+    if not joins or port == 0:  # on a cluster of its own, the port may be held by its Serve, which takes the application
+        port = _free_port(host, port)
+    stop = threading.Event()
+    _end_on_interrupts(stop)
+    with _told(stop):
+        cluster = _connect(address, served.devices, shape)
+    _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
+    watch = ClusterWatch(cluster, _cluster_lost)
+    is_ours, since = False, None
+    try:
+        if not stop.is_set():
+            with _told(stop, watch.check):
+                check_free(replace)
+                is_ours = True
+                deployed = deploy(args, host, port, stop)
+                port, since = deployed.port, deployed.since
+        if stop.is_set():
+            raise SystemExit(_INTERRUPTED)
+        _ready(args, served, f"http://{_reachable(host)}:{port}", cluster.address, texts)
+        stop.wait()
+    finally:
+        watch.close()
+        _end(cluster, is_ours, since)
+
+
+def _connect(address: str | None, slots: int, shape: local.Shape | None) -> local.Connection:
+    try:
+        return local.connect(address, slots=slots, environment=proxy.SETTING, shape=shape)
+    except (ConnectionError, ValueError) as error:  # the latter: it is no address
+        where = address or local.configured_address() or "this machine, where it was started"
+        raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
+
+
+@contextmanager
+def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why.
+
+    `check_cluster` does not return where the cluster is lost: that is why, then.
+    """
+    try:
+        yield
+    except Exception as error:
+        if stop.is_set():
+            raise SystemExit(_INTERRUPTED) from error
+        check_cluster()
+        raise StartFailed(reason_of(error)) from error
+
+
+def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[Service, TextFiles]:
+    """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
+    if shape is not None and (address is not None or args.device == "cuda"):
+        with_ = "--address" if address is not None else "--device cuda"
+        raise LayoutError(f"--nodes embeds CPU nodes on this machine, which {with_} speaks against: give one of them")
+    alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
+    here = local.this_machine(pools.devices(args), shape) if alone else None
+    served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
+    if served.in_pools and alone:
+        pools.check_nixl()
+    return served, check_files(Path(served.engine.model_path), served.engine.spec)
+
+
+def _check_directory(served: Service) -> None:
+    """Make the directory for KV blocks. Exits with 2 where this machine cannot."""
+    directory = served.engine.disk_cache
+    try:
+        if directory is not None:
+            own_folder(directory)
+    except DirectoryError as error:
+        raise StartFailed(str(error)) from error
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: TextFiles) -> None:
+    from ray.exceptions import RayError
+
+    from cluster.replica.status import replica_ids, serve_details, slow_crossings
+
+    settings = served.engine
+    slow: list[str] = []
+    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+        details = serve_details()
+        pools = {name: replica_ids(details, APP_NAME, name) for name in served.by_name}
+        slow = [line for name, each in served.by_name.items() for line in slow_crossings(each, pools[name])]
+    is_ready, amiss = health_line(url) if served.in_pools else (True, "")
+    how = "is ready" if is_ready else "runs, but is not ready"
+    print(f"\nShardwright {how}: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
+    print(f"  {amiss}\n" if amiss else "", end="")
+    usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
+    if settings.max_model_len < usual:
+        print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
+    path, body = _example(texts)
+    print("".join(f"  {line}\n" for line in slow), end="\n" if slow else "")
+    print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)
+
+
+def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
+    """A request to try, of a kind that the model can answer: path and body."""
+    options: dict[str, object] = {"max_tokens": 64, "temperature": 0, "stream": True}
+    if texts.template is not None:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], **options}
+    return "/v1/completions", {"prompt": [1, 2, 3] if texts.tokenizer is None else "The capital of France is", **options}
+
+
+def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
+    """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told.
+
+    `is_ours`: this command has deployed one; `since`: when, if that is known. One that another command deployed stays.
+    """
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    if cluster.embedded:
+        _end_by_force_after(_END_S)
+    # Ray reports the end of its own actors as errors, on either stream.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    left = None
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        try:
+            if cluster.embedded:
+                serve.shutdown()
+            elif is_ours and is_still(since):
+                serve.delete(APP_NAME)
+        except Exception as error:
+            # An embedded Ray takes the application with it, and where there is no Serve there is no application.
+            left = None if cluster.embedded or isinstance(error, RayServeException) else reason_of(error)
+        finally:
+            local.disconnect(cluster)
+    if left is not None:
+        print(f"error: the application {APP_NAME} may still be on the cluster at {cluster.address}: {left}", file=sys.stderr)
+
+
+def _cluster_lost(reason: str) -> NoReturn:
+    """End this process and all it has started, without what needs the cluster. May be called by any thread."""
+    Console(stderr=True).show_cursor()  # a progress bar may have hidden it
+    print(f"error: {reason}; the service has ended", file=sys.stderr, flush=True)
+    end_descendants()
+    os._exit(2)
+
+
+def _end_by_force_after(seconds: float) -> None:
+    """Unless this process has ended by then: Ray waits without a limit for parts of it that no longer answer."""
+
+    def end() -> None:
+        text = f"error: the embedded Ray cluster did not end within {seconds:g} s; its processes were killed"
+        print(text, file=sys.__stderr__, flush=True)
+        end_descendants()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port` when it can be bound (for 0, one the kernel chose). Exits with 2 when it is busy or not ours to bind."""
+    try:
+        with socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        why = "already in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartFailed(f"port {port} on {host}: {why}; choose another with --port") from error
+
+
+def _end_on_interrupts(stop: threading.Event) -> None:
+    """Ctrl-C or a termination signal sets `stop`. A second one ends the process at once."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise SystemExit(_INTERRUPTED)
+        stop.set()
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _set_logs(json_logs: bool) -> None:
+    plain = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    structured = '{"time": "%(asctime)s", "level": "%(levelname)s", "logger": "%(name)s", "message": "%(message)s"}'
+    logging.basicConfig(level=logging.WARNING, format=structured if json_logs else plain)

@@ -1,0 +1,137 @@
+"""What is served: engine replicas that do everything alone, or pools that hand prompts to each other.
+
+--layout tp=2,replicas=2                  Engine   2 x tp=2
+--prefill 'tp=2*2' --decode 'pp=2'        Prefill  2 x tp=2     Engine  1 x pp=2
+--prefill 'tp=2' --mixed '*3'             Prefill  1 x tp=2     Mixed   3 x one rank
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from cluster.replica.roles import Role
+from cluster.replica.settings import ReplicaSettings
+from placement.layout.layout import Layout, LayoutError
+from placement.nodes.hardware import ClusterSpec
+from placement.ownership.handoff import Side, holdings
+from serve_app.deployment.names import ENGINE, MIXED, POOL_OF, PREFILL
+from serve_app.deployment.settings import ServeArgs, replica_settings
+
+_NIXL = ("nixl_cu12", "nixl_cu13")
+
+
+@dataclass(frozen=True)
+class Service:
+    """Settings of each deployment's replicas, by its name; that which answers requests first."""
+
+    by_name: Mapping[str, ReplicaSettings]
+
+    @property
+    def engine(self) -> ReplicaSettings:
+        """Those of the replicas that answer requests."""
+        return next(iter(self.by_name.values()))
+
+    @property
+    def in_pools(self) -> bool:
+        """Whether KV is handed over."""
+        return self.engine.in_pool
+
+    @property
+    def devices(self) -> int:
+        """Ranks of all replicas."""
+        return sum(settings.layout.devices for settings in self.by_name.values())
+
+    def with_each(self, **changes: object) -> Service:
+        """The same with these fields of all settings changed."""
+        return Service({name: each.model_copy(update=changes) for name, each in self.by_name.items()})
+
+    def __str__(self) -> str:
+        if not self.in_pools:
+            return str(self.engine.layout)
+        return " and ".join(f"{self.by_name[name].layout} {_FOR[name]}" for name in reversed(POOL_OF) if name in self.by_name)
+
+
+_FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
+
+
+def layouts(args: ServeArgs) -> dict[str, Layout]:
+    """Those of all pools, by deployment. Raises `LayoutError`."""
+    return {name: Layout.parse(each.layout) for name, each in _each(args).items()}
+
+
+def devices(args: ServeArgs) -> int:
+    """Ranks of all replicas. Raises `LayoutError`."""
+    return sum(layout.devices for layout in layouts(args).values())
+
+
+def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> Service:
+    """What `args` come to. Reads the model's header only. Raises `ModelError` or `LayoutError`."""
+    each = _each(args)
+    found = {name: replica_settings(pool, device, cluster, devices(args)) for name, pool in each.items()}
+    _check_required(args, len(found))
+    if not _pools(args):
+        return Service(found)
+    for settings in found.values():
+        holdings(settings.spec, Side(settings.layout))  # raises where the model's KV cannot be handed over
+    if cluster is not None and devices(args) > sum(node.slots for node in cluster.nodes):
+        raise LayoutError(
+            f"the pools {' and '.join(map(repr, _pools(args).values()))} are {devices(args)} ranks, but the cluster has "
+            f"{sum(node.slots for node in cluster.nodes)} slots: take fewer replicas, or smaller layouts"
+        )
+    length = min(settings.max_model_len for settings in found.values())
+    pools = {name: settings.model_copy(update={"role": Role(POOL_OF[name])}) for name, settings in found.items()}
+    return Service(pools).with_each(max_model_len=length)
+
+
+def check_nixl() -> None:
+    """Raise `LayoutError` where this machine cannot run ranks that hand KV over."""
+    if not any(find_spec(name) for name in _NIXL):
+        raise LayoutError("pools exchange KV over NIXL, which is not installed here: pip install 'shardwright[pools]'")
+
+
+def _pools(args: ServeArgs) -> dict[str, str]:
+    """The texts of the pools, by deployment, that which answers requests first; none, where there is a layout."""
+    texts = {ENGINE: args.decode, MIXED: args.mixed, PREFILL: args.prefill}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _each(args: ServeArgs) -> dict[str, ServeArgs]:
+    """The arguments of each pool by itself, by deployment."""
+    pools = _pools(args)
+    if not pools:
+        return {ENGINE: args}
+    if MIXED not in pools and len(pools) == 1:
+        raise LayoutError(
+            f"prefill={args.prefill!r} and decode={args.decode!r} go together: give both, or one with mixed, "
+            "or a layout alone for one pool"
+        )
+    if args.layout:
+        raise LayoutError(f"layout={args.layout!r} is that of one pool; with {_given(args)} leave it out")
+    empty = {"prefill": "", "decode": "", "mixed": ""}
+    return {name: args.model_copy(update=empty | {"layout": _pool_layout(text)}) for name, text in pools.items()}
+
+
+def _given(args: ServeArgs) -> str:
+    texts = {"prefill": args.prefill, "mixed": args.mixed, "decode": args.decode}
+    return " and ".join(f"{name}={text!r}" for name, text in texts.items() if text)
+
+
+def _check_required(args: ServeArgs, pools: int) -> None:
+    """Raises `LayoutError` where prompts shall be handed over between pools and there are no two."""
+    if args.require_prefill and pools < 2:
+        raise LayoutError(
+            f"require_prefill needs two pools, and {_given(args) or f'layout={args.layout!r}'} is {pools}: "
+            "give prefill with decode or mixed, or leave it out"
+        )
+
+
+def _pool_layout(text: str) -> str:
+    """``tp=2*3`` as ``tp=2,replicas=3``; ``*2`` is two replicas of one rank."""
+    found = re.fullmatch(r"\s*([^*]*?)\s*(?:\*\s*(\d+))?\s*", text)
+    if found is None or (found[2] is not None and "replicas" in found[1]):
+        raise LayoutError(f"{text!r} is no pool: write a layout, or a layout and how many replicas, as in 'tp=2*3'")
+    return ",".join(part for part in (found[1], f"replicas={found[2]}" if found[2] else "") if part)

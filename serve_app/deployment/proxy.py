@@ -1,0 +1,102 @@
+"""What stands in front of Ray Serve's own HTTP proxy, in its process: clients see one kind of answer, whoever gives it.
+
+    client ──→ uvicorn ──→ Front ──→ Serve's proxy ──→ ingress
+
+Serve answers by itself when no ingress runs, in plain text, and not at all when the ingress dies with the request. An
+embedded cluster loads this by `SETTING`; on a cluster of its own, the operator may set it before Serve starts.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.openai.request.errors import ApiError
+from serve_app.openai.request.request_id import HEADER, choose
+from serve_app.openai.request.timeout import hide_timeout
+
+SETTING = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.deployment.proxy.in_front"}
+
+_LOST = ApiError(503, "The server lost the process that was answering; ask again.", code="ingress_lost")
+
+
+def in_front() -> list[Middleware]:
+    """Called by Serve's proxy when it starts."""
+    return [Middleware(Front)]
+
+
+class Front:
+    """ASGI middleware: one valid request id, errors in the endpoint's own shape, and an end to every stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = choose(Headers(scope=scope).get(HEADER))
+        scope = {**scope, "headers": list(scope["headers"])}
+        headers = MutableHeaders(scope=scope)
+        headers[HEADER] = request_id  # Serve puts the request's own on the answer
+        hide_timeout(headers)
+        answer = _Answer(send, request_id)
+        await self._app(scope, receive, answer.send)
+        await answer.complete()
+
+
+class _Answer:
+    """One answer on its way through."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._request_id = send, request_id
+        self._start: Message | None = None
+        self._plain: list[bytes] | None = None
+        """Text of an answer that will be written anew."""
+        self._done = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, or keep it back where it belongs to an error in plain text."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            if message["status"] >= 400 and self._type().startswith("text/plain"):
+                self._plain = []
+                return
+        elif message["type"] == "http.response.body":
+            self._done = not message.get("more_body", False)
+            if self._plain is not None:
+                self._plain.append(message.get("body", b""))
+                return
+        await self._send(message)
+
+    async def complete(self) -> None:
+        """Write what the answer still lacks."""
+        if self._start is None:
+            await self._error(_LOST)
+        elif self._plain is not None:
+            await self._error(
+                ApiError(self._start["status"], b"".join(self._plain).decode(errors="replace"), code="serve_error")
+            )
+        elif not self._done and self._type().startswith("text/event-stream"):
+            event = b"data: " + json.dumps(_LOST.body()).encode() + b"\n\ndata: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    def _type(self) -> str:
+        return Headers(raw=self._start["headers"]).get("content-type", "") if self._start else ""
+
+    async def _error(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        headers: dict[str, Any] = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            HEADER: self._request_id,
+        }
+        if error.status == 503:
+            headers["retry-after"] = "1"
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": error.status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,55 @@
+"""A request's body as a Python object: strict JSON, bounded in size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from serve_app.openai.request.errors import ApiError
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises `ApiError` (400) for anything else. Fields that are null count as absent."""
+    value = parse(await _read(request, max_bytes))
+    if not isinstance(value, dict):
+        raise _bad("The body must be a JSON object.")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def parse(data: bytes) -> Any:
+    """The JSON value in `data`, which must be UTF-8 and hold neither NaN nor infinities nor half surrogate pairs."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise _bad(f"The body is not UTF-8: byte {error.start} is wrong.") from None
+    except UnicodeEncodeError:
+        raise _bad("The body has a text with half a surrogate pair (\\ud800 to \\udfff), which is no character.") from None
+    except RecursionError:
+        raise _bad("The body is nested too deeply.") from None
+    except ValueError as error:
+        where = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise _bad(f"The body is not valid JSON{where}.") from None
+    return value
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body, given up on as soon as it is too large."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _bad(f"The body is larger than {max_bytes} bytes.")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _bad(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_body")

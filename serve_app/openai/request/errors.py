@@ -1,0 +1,98 @@
+"""Every error leaves in one shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+`param` is always a field's name, never what the caller wrote in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from serve_app.routing.backend import BackendRefused
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `headers` go with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """What OpenAI's clients are told the error is."""
+        if self.code == "model_not_found":
+            return "invalid_request_error"
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
+    """A request field that cannot be served: 400."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def unsupported(param: str, instead: str) -> ApiError:
+    """A field this server knows of and does not honour: 400."""
+    return ApiError(400, f"{param} is not supported: {instead}", param=param, code="unsupported_parameter")
+
+
+def too_long(param: str, limit: int, prompt_tokens: int, requested: int | None) -> ApiError:
+    """A prompt that leaves no room to generate: 400 with the three numbers."""
+    asked = "the default number of" if requested is None else str(requested)
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens: the prompt has {prompt_tokens} tokens "
+        f"and {asked} were asked for. A prompt may have at most {limit - 1} tokens.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """All fields pydantic found at fault; `param` is the first."""
+    found = [(str(item["loc"][0]) if item["loc"] else "body", item["msg"]) for item in error.errors(include_input=False)]
+    message = "; ".join(dict.fromkeys(f"{field}: {text}" for field, text in found))
+    return ApiError(400, message, param=found[0][0], code="invalid_value")
+
+
+def from_refusal(refusal: BackendRefused, retry_after_s: float) -> ApiError:
+    """What a refusing backend means for the caller."""
+    if refusal.code == "prompt_too_long":
+        return ApiError(400, refusal.message, param="prompt", code="context_length_exceeded")
+    retry = math.ceil(refusal.retry_after_s if refusal.retry_after_s is not None else retry_after_s)
+    status = 429 if refusal.code == "engine_busy" else 503
+    return ApiError(status, refusal.message, code=refusal.code, headers={"retry-after": str(max(1, retry))})
+
+
+def unknown_model(name: str, names: Sequence[str]) -> ApiError:
+    """A model that is not served here: 404."""
+    return ApiError(
+        404, f"The model asked for is not served here; {', '.join(names)} is.", param="model", code="model_not_found"
+    )

@@ -1,0 +1,28 @@
+"""Bearer keys."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.requests import Request
+
+from serve_app.openai.request.errors import ApiError
+
+
+def key_check(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
+    """A check that raises `ApiError` (401) unless a request carries one of `keys`; without keys, all pass."""
+    wanted = [key.encode() for key in keys]
+
+    async def check(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        offered = given.strip().encode()
+        # Every key is compared, each in constant time, so that timing tells nothing of them.
+        matches = [hmac.compare_digest(offered, key) for key in wanted]
+        if wanted and not (scheme.lower() == "bearer" and any(matches)):
+            raise ApiError(
+                401, "Give a valid API key as 'Authorization: Bearer KEY'.", code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+
+    return check

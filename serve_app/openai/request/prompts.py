@@ -1,0 +1,114 @@
+"""The prompt of a request as token ids, whichever way it was given.
+
+    prompt              text | [text, …] | [id, …] | [[id, …], …]      one or several prompts
+    messages            through the chat template                      one prompt
+
+An empty text runs from the model's start token; a model without one refuses it. A list without ids is always refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.deployment.served_model import ServedModel
+from serve_app.openai.request.errors import ApiError, invalid
+from serve_app.openai.request.messages import conversation
+from serve_app.openai.request.schema import ChatTemplateFields, CompletionFields
+from serve_app.text.template import TemplateError
+from serve_app.text.tokenizer import Tokenizer
+
+_LONG_TEXT = 10_000
+"""Characters from which on tokenising leaves the event loop to other requests."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is what the caller wrote, where the prompt was a text."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(model: ServedModel, fields: CompletionFields) -> list[Prompt]:
+    """The prompts of a completion. Raises `ApiError` (400)."""
+    return [await _read(model, item, fields.add_special_tokens) for item in _several(fields.prompt)]
+
+
+async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
+    """The prompt a conversation makes. Raises `ApiError` (400)."""
+    if model.template is None or model.tokenizer is None:
+        raise invalid(
+            "messages", "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
+        )
+    if fields.add_generation_prompt and fields.continue_final_message:
+        raise invalid("continue_final_message", "cannot go with add_generation_prompt; set that to false")
+    messages = conversation(fields.messages)
+    try:
+        text = model.template.render(
+            messages, fields.add_generation_prompt, fields.continue_final_message, fields.chat_template_kwargs
+        )
+    except TemplateError as error:
+        raise invalid("messages", str(error)) from None
+    return Prompt(await _encode(model, text, fields.add_special_tokens, "messages"))
+
+
+async def text_prompt(model: ServedModel, text: str, add_special_tokens: bool) -> Prompt:
+    """A text's tokens; none for an empty text. Raises `ApiError` (400)."""
+    tokenizer = tokenizer_of(model, "prompt")
+    return Prompt(await _in_background_if_long(tokenizer, text, add_special_tokens), text)
+
+
+def tokenizer_of(model: ServedModel, param: str) -> Tokenizer:
+    """The model's tokenizer. Raises `ApiError` (400) where it has none."""
+    if model.tokenizer is None:
+        raise invalid(param, "this model has no tokenizer, so texts cannot be read or written: give the prompt as token ids")
+    return model.tokenizer
+
+
+def check_ids(model: ServedModel, ids: Sequence[Any], param: str) -> list[int]:
+    """`ids` as token ids of the model's vocabulary. Raises `ApiError` (400)."""
+    if not all(type(index) is int and 0 <= index < model.vocab_size for index in ids):
+        raise invalid(param, f"token ids are integers from 0 to {model.vocab_size - 1}")
+    return list(ids)
+
+
+def _several(prompt: str | list[Any]) -> list[Any]:
+    """The prompts, each a text or a list of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "the list is empty")
+    if all(type(item) is int for item in prompt):
+        return [prompt]
+    if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        return prompt
+    raise invalid("prompt", "must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
+
+
+async def _read(model: ServedModel, item: str | list[Any], add_special_tokens: bool) -> Prompt:
+    if isinstance(item, str):
+        return Prompt(await _encode(model, item, add_special_tokens, "prompt"), item)
+    if not item:
+        raise invalid("prompt", "a list of token ids is empty")
+    return Prompt(check_ids(model, item, "prompt"))
+
+
+async def _encode(model: ServedModel, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    ids = await _in_background_if_long(tokenizer_of(model, param), text, add_special_tokens)
+    if ids:
+        return ids
+    if model.bos_token_id is None:
+        raise invalid(param, "is empty, and this model has no start token to begin from")
+    return [model.bos_token_id]
+
+
+async def _in_background_if_long(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        if len(text) < _LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    except Exception as error:  # the library raises bare Exception
+        raise ApiError(400, "The text cannot be turned into tokens.", param="prompt", code="invalid_value") from error

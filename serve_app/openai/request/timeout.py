@@ -1,0 +1,34 @@
+"""A request's own time limit, in a header."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from serve_app.openai.request.errors import ApiError
+
+_HEADER = "x-request-timeout-seconds"
+_HIDDEN = "x-shardwright-timeout-seconds"
+
+
+def timeout_of(headers: Headers) -> float | None:
+    """Seconds, where the caller set a limit. Raises `ApiError`."""
+    text = headers.get(_HEADER) or headers.get(_HIDDEN)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(400, f"{_HEADER}: must be a positive number of seconds", param=_HEADER)
+    return seconds
+
+
+def hide_timeout(headers: MutableHeaders) -> None:
+    """Keep the limit from Serve's proxy, which would break the answer off without a word when it passes."""
+    text = headers.get(_HEADER)
+    if text is not None:
+        del headers[_HEADER]
+        headers[_HIDDEN] = text

@@ -1,0 +1,102 @@
+"""From the backend's events to deltas, for one choice and for several at once. Closing either cancels what still runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from actors.wire.messages import GenerateRequest, TokenEvent
+from serve_app.openai.request.errors import ApiError
+from serve_app.openai.response.delta import Delta
+from serve_app.openai.response.writer import Writer
+from serve_app.routing.backend import Backend
+
+_AHEAD = 64
+"""Deltas a choice may be ahead of a slow client."""
+
+
+async def follow(backend: Backend, request: GenerateRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
+    """The deltas of one choice, the last with `finish`. Raises `BackendRefused` or `ApiError`.
+
+    A stop string cancels the request before its delta is given out. A request that finished by itself is left to end
+    by itself, so that nothing takes it for cancelled.
+    """
+    last: TokenEvent | None = None
+    done = False
+    async with aclosing(backend.generate(request)) as events:
+        async for event in events:
+            if done or (last is not None and last.finish is not None):
+                continue
+            last, delta = event, writer.write(event)
+            done = delta.finish is not None
+            if done and event.finish is None:
+                await events.aclose()
+                yield delta
+                return
+            yield delta
+    if not done:
+        raise _broken_off(last)
+
+
+def _broken_off(last: TokenEvent | None) -> ApiError:
+    """What went wrong with a request that did not come to a proper end."""
+    if last is None or last.finish is None:
+        return ApiError(500, "The engine ended the request without saying why.", code="engine_error")
+    if last.finish == "deadline":
+        return ApiError(504, "The request's time limit passed before it was done.", code="deadline_exceeded")
+    if last.finish == "abort":
+        return ApiError(503, last.error or "The engine gave up the request.", code="engine_abort")
+    return ApiError(500, last.error or "The engine failed.", code="engine_error")
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A choice's stream ended, by `error` if there is one."""
+
+    error: Exception | None = None
+
+
+async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all `streams` as they come. The first failure of one cancels the others and is raised."""
+    queue: asyncio.Queue[Delta | _Ended] = asyncio.Queue(_AHEAD)
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, Delta):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta | _Ended]) -> None:
+    error = None
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as failure:
+        error = failure
+    await queue.put(_Ended(error))
+
+
+async def started(deltas: AsyncGenerator[Delta, None], choices: int) -> list[Delta]:
+    """What came until every choice had its first event: from then on, no choice can be refused any more."""
+    held: list[Delta] = []
+    seen: set[int] = set()
+    while len(seen) < choices:
+        delta = await anext(deltas, None)
+        if delta is None:
+            break
+        held.append(delta)
+        seen.add(delta.index)
+    return held

@@ -1,0 +1,81 @@
+"""Log-probabilities in the shapes of the two endpoints, always as finite numbers: JSON has no infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from actors.wire.messages import TokenLogprob
+from serve_app.openai.response.delta import Entry
+from serve_app.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0
+"""Stands for minus infinity (a token that was masked out)."""
+
+
+def finite(logprob: float) -> float:
+    """A log-probability a strict JSON parser reads; rounding never makes it positive."""
+    return FLOOR if math.isnan(logprob) else min(0.0, max(FLOOR, logprob))
+
+
+def label(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token for people; ``token_id:N`` where there is no tokenizer."""
+    return f"token_id:{token}" if tokenizer is None else tokenizer.token_label(token)
+
+
+def completion(tokenizer: Tokenizer | None, entries: Sequence[Entry], count: int) -> dict[str, Any]:
+    """The ``logprobs`` of a completion. Alternatives hold the `count` best tokens and the chosen one."""
+    return {
+        "tokens": [label(tokenizer, entry.token) for entry in entries],
+        "token_logprobs": [None if entry.logprob is None else finite(entry.logprob.logprob) for entry in entries],
+        "top_logprobs": [None if entry.logprob is None else _named(tokenizer, entry.logprob, count) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def chat(tokenizer: Tokenizer | None, entries: Sequence[Entry], count: int) -> dict[str, Any]:
+    """The ``logprobs`` of a chat choice. Alternatives are exactly the `count` best tokens (fewer in a small vocabulary)."""
+    content = []
+    for entry in entries:
+        if entry.logprob is not None:
+            top = [_one(tokenizer, *pair) for pair in best(entry.logprob, count)]
+            content.append({**_one(tokenizer, entry.token, entry.logprob.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt(tokenizer: Tokenizer | None, found: Sequence[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each prompt token, alternatives by token id; nothing for the first."""
+    return [None if entry is None else _ranked(tokenizer, entry, count) for entry in found]
+
+
+def best(logprob: TokenLogprob, count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens, best first."""
+    return sorted(logprob.top, key=lambda pair: (-finite(pair[1]), pair[0]))[:count]
+
+
+def _named(tokenizer: Tokenizer | None, logprob: TokenLogprob, count: int) -> dict[str, float]:
+    """By token text; where two tokens read alike, the less likely goes by its id, so that none is lost."""
+    pairs = best(logprob, count)
+    if logprob.token not in dict(pairs):
+        pairs.append((logprob.token, logprob.logprob))
+    named: dict[str, float] = {}
+    for token, value in pairs:
+        name = label(tokenizer, token)
+        named[name if name not in named else f"token_id:{token}"] = finite(value)
+    return named
+
+
+def _one(tokenizer: Tokenizer | None, token: int, logprob: float) -> dict[str, Any]:
+    data = None if tokenizer is None else list(tokenizer.token_bytes(token))
+    return {"token": label(tokenizer, token), "logprob": finite(logprob), "bytes": data}
+
+
+def _ranked(tokenizer: Tokenizer | None, logprob: TokenLogprob, count: int) -> dict[str, Any]:
+    pairs = best(logprob, count)
+    ranks: dict[int, int | None] = {token: rank for rank, (token, _) in enumerate(pairs, 1)}
+    values = {**dict(pairs), logprob.token: logprob.logprob}
+    return {
+        str(token): {"logprob": finite(value), "rank": ranks.get(token), "decoded_token": label(tokenizer, token)}
+        for token, value in values.items()
+    }

@@ -1,0 +1,33 @@
+"""Tokens used by an answer. A prompt is counted once, however many choices continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serve_app.openai.request.plan import Choice
+from serve_app.openai.response.delta import Delta
+
+
+class Usage:
+    """Counts as deltas come."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._firsts = {choice.index for choice in choices if choice.first}
+        self._cached: dict[int, int] = {}
+        self.prompt_tokens = sum(len(choice.prompt.ids) for choice in choices if choice.first)
+        self.completion_tokens = 0
+
+    def add(self, delta: Delta) -> None:
+        self.completion_tokens += delta.generated
+        if delta.index in self._firsts:
+            self._cached[delta.index] = max(delta.cached_tokens, self._cached.get(delta.index, 0))
+
+    def body(self) -> dict[str, Any]:
+        """The ``usage`` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }

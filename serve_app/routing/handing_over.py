@@ -1,0 +1,78 @@
+"""What an ingress does with a ticket: it asks a replica that takes prompts, and tells the decode side where none can be asked.
+
+ingress ──request, ticket──→ prefill replica ── first token, how it ended ──→ decode replica
+        ──refused, or lost───────────────────────────────────────────────────→
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context
+
+from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenSender
+from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from serve_app.routing.asking import LOST
+from serve_app.routing.roster import Member, Roster
+
+_REACH_S, _REACH_EVERY_S = 5.0, 0.005
+_ASK_ANOTHER = ("engine_down", "wrong_role")
+
+
+class PrefillReplicas:
+    """Those on a roster that take prompts."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster, self._sender = roster, TokenSender()
+
+    async def run(self, request: GenerateRequest, ticket: KVTicket, by: str, ended: Callable[[str | None], None]) -> None:
+        """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
+        it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
+        asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
+        avoid: list[str] = []
+        while (member := self._roster.least_busy(self._roster.able_for(by, avoid))) is not None:
+            last = await self._ask(asked, member)
+            if last is None:
+                ended(None)
+                return
+            if last.refused not in _ASK_ANOTHER:
+                break
+            avoid += [member.name, last.refused_by or ""]
+        else:
+            last = _nobody(asked)
+        if last.refused is not None or last.finish == "error":  # of an end that is none of these, the replica has told
+            await self._tell(ReplyTo.unpack(ticket.reply_to), last)
+        if last.error is not None and last.refused != "engine_busy":
+            ended(last.error)
+
+    async def _ask(self, request: GenerateRequest, member: Member) -> TokenEvent | None:
+        """One replica. None where all went well, else its last event."""
+        assert request.ticket is not None
+        generate = self._roster.generate(member)
+        with self._roster.giving(member.name):
+            # In a context of its own: see `HandleBackend`.
+            call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, at=member.name)
+            try:
+                last = await call
+            except LOST as error:
+                reason = f"the prefill replica {member.name} was lost: {type(error).__name__}"
+                return TokenEvent(request_id=request.request_id, finish="error", error=reason)
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+        return None if last is None else TokenEvent.unpack(last)
+
+    async def _tell(self, to: ReplyTo, event: TokenEvent) -> None:
+        """Tell a decode replica. One that cannot be reached finds out by itself, from nobody's having said a word."""
+        with suppress(IngressGone, TimeoutError):
+            async with asyncio.timeout(_REACH_S):
+                while not self._sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for
+                    await asyncio.sleep(_REACH_EVERY_S)
+            self._sender.send(to, event)
+            self._sender.flush()
+
+
+def _nobody(request: GenerateRequest) -> TokenEvent:
+    reason = "no other replica takes prompts"
+    return TokenEvent(request_id=request.request_id, finish="error", refused="engine_down", error=reason)

@@ -1,0 +1,168 @@
+"""The endpoint's backend over several pools: it chooses replicas by what they take now, and sees to it that prompts get across.
+
+request ──→ the least busy replica that takes requests ── ticket ──→ the least busy other one that takes prompts
+        ──→ where there is none, one that takes prompts, for all of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from actors.wire.messages import GenerateRequest, KVTicket, SamplingParams
+from cluster.replica.roles import DutyReport, Role, Work
+from serve_app.routing import role_change
+from serve_app.routing.backend import BackendRefused, Health
+from serve_app.routing.handing_over import PrefillReplicas
+from serve_app.routing.handle_backend import Choice, HandleBackend
+from serve_app.routing.rendezvous import Rendezvous
+from serve_app.routing.roster import Member, Roster
+
+_FIRST_VERDICT_S = 60.0
+"""The HTTP process counts as started after so long even if its pools are not."""
+_TRIAL_S = 20.0
+_TRIAL_PROMPT = [0] * 16
+"""As long as a prompt must be to be handed over."""
+_FROM_ANY = -1
+"""As `elsewhere`: whatever a replica has to do itself, somebody else computes the prompt."""
+
+
+@dataclass(frozen=True)
+class PooledChoice(Choice):
+    """`ended` is told how the hand-off of the prompt ended, if there was one."""
+
+    ended: Callable[[str | None], None] = lambda failure: None
+
+
+class PooledBackend(HandleBackend):
+    """Generates on the replicas of several pools, the first of which answers requests if all is well."""
+
+    def __init__(self, pools: Mapping[str, DeploymentHandle[Any]], wait_s: float, require_prefill: bool = False) -> None:
+        """`wait_s`: see `HandleBackend`. `require_prefill`: refuse requests while prompts are not handed over."""
+        super().__init__(next(iter(pools.values())), wait_s)
+        self._roster, self._requires = Roster(pools), require_prefill
+        self._prefill = PrefillReplicas(self._roster)
+        self._rendezvous = Rendezvous(is_needed=len(pools) > 1)
+        self._watch: asyncio.Task[None] | None = None
+        self._known_at: float | None = None
+        self._has_waited = False
+
+    async def started(self) -> None:
+        """Return once a prompt has been handed over, or was tried to be; later, at once."""
+        self._watching()
+        if not self._has_waited:
+            self._has_waited = True
+            await self._rendezvous.first(_FIRST_VERDICT_S)
+
+    async def health(self) -> Health:
+        """Healthy while a replica that takes requests is, and prompts are handed over or need not be."""
+        self._watching()
+        await self._roster.refresh()
+        able = self._roster.able(Work.REQUEST)
+        if not able:
+            downs = [each.told.down for each in self._roster if each.told.down and Work.REQUEST in each.told.takes]
+            return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
+        failure = self._rendezvous.failure
+        ok = self._rendezvous.is_tried and not (failure and self._requires)
+        return Health(ok=ok, reason=f"prompts are not handed over: {failure}" if failure else "", replicas=len(able))
+
+    def gauges(self) -> Mapping[str, float]:
+        """Whether prompts are handed over."""
+        return self._rendezvous.gauges()
+
+    async def roles(self) -> list[DutyReport]:
+        """What every replica takes."""
+        await self._roster.refresh()
+        return [member.told for member in self._roster]
+
+    async def change_role(self, replica: str, role: Role, within_s: float) -> DutyReport:
+        """See `role_change.change_role`. Raises `RoleRefused`."""
+        needed = (Work.REQUEST, Work.PROMPT) if self._requires else (Work.REQUEST,)
+        return await role_change.change_role(self._roster, replica, role, within_s, needed)
+
+    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
+        self._watching()
+        if refused_by or not self._roster.is_known:
+            await self._roster.refresh()
+        if self._requires and self._rendezvous.failure:
+            raise BackendRefused("engine_down", f"prompts are not handed over: {self._rendezvous.failure}")
+        member = self._roster.least_busy(self._roster.able(Work.REQUEST, refused_by))
+        if member is not None:
+            return self._by(member, request, self._rendezvous.heard)
+        stand_in = self._roster.least_busy(self._roster.able(Work.PROMPT, refused_by))
+        if stand_in is not None:
+            return PooledChoice(
+                self._roster.generate(stand_in), request, {"at": stand_in.name, "stands_in": True}, stand_in.name
+            )
+        return PooledChoice(self._generate, request, {"avoid": tuple(refused_by)})
+
+    def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledChoice:
+        """A replica that answers, and has its prompt computed by another where there is one and it pays."""
+        others = [self._roster.load(each) for each in self._roster.able_for(member.name)]
+        if others and request.max_tokens > 0:
+            request = request.model_copy(update={"reserves": True})
+        how = {"at": member.name, "elsewhere": min(others, default=0)}
+        return PooledChoice(self._roster.generate(member), request, how, member.name, ended)
+
+    def _giving(self, choice: Choice) -> AbstractContextManager[None]:
+        return self._roster.giving(choice.at)
+
+    def _hand_over(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+        assert isinstance(choice, PooledChoice)
+        return self._prefill.run(choice.request, ticket, choice.at, choice.ended)
+
+    def _pools(self) -> Sequence[DeploymentHandle[Any]]:
+        return list(self._roster.pools.values())
+
+    def _watching(self) -> None:
+        """Begin to watch the replicas, on the event loop that serves."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._rendezvous.keep_true(self._look, self._attempt))
+
+    async def _look(self) -> str | None:
+        """See `Rendezvous.keep_true`. At first a pool may still be starting."""
+        await self._roster.refresh()
+        if not self._roster.able(Work.REQUEST):
+            return None
+        self._known_at = self._known_at or time.monotonic()
+        if self._pair() is not None:
+            return ""
+        is_early = not self._rendezvous.is_tried and time.monotonic() - self._known_at < self._wait_s
+        return None if is_early else "no other replica takes prompts"
+
+    def _pair(self) -> Member | None:
+        """A replica that takes requests while another one takes prompts."""
+        able = self._roster.able(Work.REQUEST)
+        return next((each for each in able if self._roster.able_for(each.name)), None)
+
+    async def _attempt(self) -> str:
+        """Hand a prompt over. What was amiss, if anything."""
+        member, name = self._pair(), secrets.token_hex(8)
+        if member is None:
+            return "no other replica takes prompts"
+        ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        sampling = SamplingParams(temperature=0.0)
+        request = GenerateRequest(
+            request_id=f"trial-{name}", prompt=_TRIAL_PROMPT, max_tokens=2, sampling=sampling, cache_salt=name
+        )
+        choice = self._by(member, request, lambda failure: None if ended.done() else ended.set_result(failure))
+        choice = PooledChoice(choice.generate, choice.request, {**choice.how, "elsewhere": _FROM_ANY}, choice.at, choice.ended)
+        try:
+            async with asyncio.timeout(_TRIAL_S):
+                return await self._error_of(choice) or await ended or ""
+        except BackendRefused as refused:
+            return refused.message
+        except TimeoutError:
+            return f"a prompt of {len(_TRIAL_PROMPT)} tokens was not handed over within {_TRIAL_S:g} s"
+
+    async def _error_of(self, choice: Choice) -> str | None:
+        async with aclosing(self._ask(choice)) as events:
+            errors = [event.error async for event in events]
+        return errors[-1] if errors else "it had no events"

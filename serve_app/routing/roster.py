@@ -1,0 +1,106 @@
+"""Who is in the pools, and what each takes now: as the replicas last told, with what this process has given them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.replica.roles import DutyReport, Role, Work
+from serve_app.routing.asking import ask_all
+
+_FRESH_S = 0.2
+"""What replicas told so recently is not asked for again."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One replica: its pool's name, and what it told."""
+
+    pool: str
+    told: DutyReport
+
+    @property
+    def name(self) -> str:
+        return self.told.name
+
+
+class Roster:
+    """The replicas behind some handles, by pool. One event loop calls it."""
+
+    def __init__(self, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self.pools = dict(pools)
+        self._generates: dict[str, Any] = {name: pool.options(method_name="generate") for name, pool in pools.items()}
+        self._members: dict[str, Member] = {}
+        self._given = Counter[str]()
+        self._asking = asyncio.Lock()
+        self._asked_at: float | None = None
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._members.values(), key=lambda each: (each.pool, each.name)))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether replicas have been asked at all."""
+        return self._asked_at is not None
+
+    async def refresh(self, at_once: bool = False) -> None:
+        """Ask all replicas; unless `at_once`, only if they were not asked just now. A silent pool stays as it was."""
+        async with self._asking:
+            if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
+                return
+            answers = await asyncio.gather(*(ask_all(handle, "duty") for handle in self.pools.values()))
+            self._asked_at = time.monotonic()
+            for pool, told in zip(self.pools, answers, strict=True):
+                if not any(isinstance(each, TimeoutError) for each in told):
+                    self._replace(pool, [each for each in told if isinstance(each, DutyReport)])
+
+    def _replace(self, pool: str, told: list[DutyReport]) -> None:
+        others = {name: member for name, member in self._members.items() if member.pool != pool}
+        self._members = others | {each.name: Member(pool, each) for each in told}
+
+    def able(self, work: Work, avoid: Collection[str] = ()) -> list[Member]:
+        """Those that take such work now, and are well."""
+        return [each for each in self if work in each.told.takes and each.told.down is None and each.name not in avoid]
+
+    def able_for(self, name: str, avoid: Collection[str] = ()) -> list[Member]:
+        """Those that can compute prompts of which the replica `name` decodes.
+
+        A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
+        there; round a circle of replicas that are full, they would wait for each other until their leases are over.
+        """
+        able, own = self.able(Work.PROMPT, [name, *avoid]), self._members.get(name)
+        if own is None or own.told.role is not Role.MIXED:
+            return able
+        return [each for each in able if each.told.role is Role.PREFILL or each.name > name]
+
+    def least_busy(self, members: Collection[Member]) -> Member | None:
+        """One of those among them; None of none."""
+        least = min(map(self.load, members), default=0)
+        return random.choice([each for each in members if self.load(each) == least]) if members else None
+
+    def generate(self, member: Member) -> Any:
+        """The handle by which its pool is given requests."""
+        return self._generates[member.pool]
+
+    def load(self, member: Member) -> int:
+        """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""
+        return max(member.told.ongoing, self._given[member.name])
+
+    @contextmanager
+    def giving(self, name: str) -> Iterator[None]:
+        """A replica has one more for the length of the block."""
+        self._given[name] += 1
+        try:
+            yield
+        finally:
+            self._given[name] -= 1
+            if not self._given[name]:
+                del self._given[name]
