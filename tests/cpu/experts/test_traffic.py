@@ -18,7 +18,7 @@ from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords, groups, talking_axes
 from placement.ownership.shards import shard
-from tests.cpu.test_traffic_counters import Counted, blocks_of, counted, start
+from tests.cpu.layouts.test_traffic_counters import Counted, blocks_of, counted, start
 from tests.tiny_models import TinyModel, tiny
 
 LAYOUTS = [

@@ -16,7 +16,7 @@ from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.ownership.shards import shard
-from tests.cpu.test_model_layouts import SCHEDULE, SEQUENCES
+from tests.cpu.layouts.test_dense_layouts import SCHEDULE, SEQUENCES
 from tests.tiny_decoder import batch_of, fill, run
 from tests.tiny_models import TinyModel, tiny
 

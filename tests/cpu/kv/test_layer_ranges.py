@@ -13,7 +13,7 @@ from actors.kv_transfer.endpoint import KVEndpoint, Sending
 from actors.kv_transfer.queue_order import OneBehind
 from actors.model.decoder import Decoder
 from placement.ownership.handoff import Copy
-from tests.cpu.test_pools import alone, config, greedy
+from tests.cpu.kv.test_pools import alone, config, greedy
 from tests.inprocess import in_process
 from tests.pools import pools
 from tests.tiny_models import tiny

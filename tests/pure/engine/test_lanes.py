@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from actors.wire.messages import SamplingParams, StepPlan
-from tests.pure.test_engine_scheduler import Bench, config, request
+from tests.pure.engine.test_scheduler import Bench, config, request
 
 PREFIX = list(range(16))
 

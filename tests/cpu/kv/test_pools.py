@@ -16,8 +16,8 @@ from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Copy, Side, head_bytes
 from placement.ownership.handoff_pages import PageTable
-from tests.cpu.test_mixed_load import requests
-from tests.cpu.test_tiered_engine import answers, prompts, request, tiered
+from tests.cpu.engine.test_mixed_load import requests
+from tests.cpu.engine.test_tiered_engine import answers, prompts, request, tiered
 from tests.handoff_cases import kept
 from tests.inprocess import in_process
 from tests.pools import pools

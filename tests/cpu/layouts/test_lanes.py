@@ -14,7 +14,7 @@ from actors.rank.runner import Runner
 from actors.rank.threads import ThreadRanks
 from actors.wire.messages import GenerateRequest, Row, SamplingParams, SequenceStart, StepPlan, TokenEvent
 from placement.layout.layout import Layout
-from tests.cpu.test_mixed_load import requests
+from tests.cpu.engine.test_mixed_load import requests
 from tests.inprocess import in_process, rank_config
 from tests.tiny_models import tiny
 from tests.verifying import verify

@@ -23,8 +23,8 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.spec import ModelError
 from placement.ownership.shards import shard
-from tests.cpu.test_model_families import check, sequences_of
-from tests.cpu.test_weights_experts import saved_as
+from tests.cpu.checkpoint.test_experts import saved_as
+from tests.cpu.model.test_families import check, sequences_of
 from tests.tiny_decoder import mixed, run
 from tests.tiny_models import tiny
 from tests.weights_checks import load_rank
