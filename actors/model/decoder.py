@@ -48,7 +48,8 @@ class Decoder(nn.Module):
         scatter_from: int | None = None,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel (`placement.layout.sequence_parallel`);
+        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel
+        (`placement.layout.sequence_parallel`);
         `exchanges`: how tokens get to experts, where these are not all in the tp group."""
         super().__init__()
         build = Builder(spec, own, tp, attention, dtype, device)

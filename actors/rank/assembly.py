@@ -1,6 +1,7 @@
 """From a config and a rank's groups to the parts that run: the one place that puts a rank together.
 
-A rank of a process (`actors.rank.rank`) and a rank of a thread (`actors.rank.threads`) differ in their groups and in nothing else.
+A rank of a process (`actors.rank.rank`) and a rank of a thread (`actors.rank.threads`) differ in their groups and in nothing
+else.
 
     config ──→ shard ──→ decoder ──weights──→ ┐
     groups ──→ decoder, sampler, runner       ├──→ runner ──→ `stepping.run_plans`

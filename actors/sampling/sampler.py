@@ -30,7 +30,8 @@ class Sampler:
     """Samples and scores from one rank's slice of the logits. All ranks of `tp` make the same calls in the same order."""
 
     def __init__(self, tp: Group, vocab: range, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """`vocab`: this rank's rows of the padded vocabulary (`placement.ownership.shards.vocabulary`); it may run past `vocab_size`.
+        """`vocab`: this rank's rows of the padded vocabulary (`placement.ownership.shards.vocabulary`); it may run past
+        `vocab_size`.
 
         A collective: the ranks tell each other their ranges.
         """

@@ -198,7 +198,8 @@ class Row(Message):
 
 
 class ExpertMove(Message):
-    """The experts of one layer go to other slots (`placement.experts.expert_map`), on every rank before the rows of the same plan.
+    """The experts of one layer go to other slots (`placement.experts.expert_map`), on every rank before the rows of the same
+    plan.
 
     `experts`: the one in every slot from then on; `transfers`: (slot it comes from, slot it goes to), as the slots were before.
     """
@@ -252,8 +253,8 @@ class StepPlan(Message):
 
     @property
     def turn(self) -> int:
-        """Where the step's tokens begin to take turns (`placement.experts.expert_map`): it moves on as sequences do, and is the same
-        whenever the same rows run."""
+        """Where the step's tokens begin to take turns (`placement.experts.expert_map`): it moves on as sequences do, and is
+        the same whenever the same rows run."""
         return sum(row.start for row in self.rows)
 
     def new_lens(self, lanes: int) -> list[list[int]]:

@@ -82,6 +82,6 @@ class ReplicaSettings(BaseModel):
 
     @property
     def pool(self) -> str:
-        """Which of `cluster.nodes.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty where
-        there are no pools."""
+        """Which of `cluster.nodes.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty
+        where there are no pools."""
         return self.role or ""

@@ -12,7 +12,8 @@ of unlike heads (`placement.model.attention_kind`, which has all of these dimens
     cp  all_to_all     their partial outputs, back                            group's heads * all tokens * (d * e + 4)
     dcp all_to_all     partial outputs of the gathered queries, back          group's heads * tokens * (d * e + 4)
 
-Keys and values of a split row are its new tokens, and where keys travel (`placement.ownership.context.passes_kv`) the cached ones too.
+Keys and values of a split row are its new tokens, and where keys travel (`placement.ownership.context.passes_kv`) the cached
+ones too.
 """
 
 from __future__ import annotations

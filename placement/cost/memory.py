@@ -4,8 +4,8 @@ All ranks use one block table, so all have the same number of blocks: the smalle
 
     budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
 
-With context parallelism a sequence's blocks are dealt over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A token
-still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
+With context parallelism a sequence's blocks are dealt over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A
+token still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
 
     cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
 

@@ -11,8 +11,8 @@ runs. One small function per region of the forward pass says what that region do
 
 Layers whose tokens travel to experts say something else than a dense one there (`placement.cost.expert_traffic`).
 
-Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before the
-next layer that needs all tokens, and what arrives from the stage before needs none.
+Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before
+the next layer that needs all tokens, and what arrives from the stage before needs none.
 
 A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
 on the way to experts, and in a head that is dealt over them: every group of a dense layer lies inside one.

@@ -8,8 +8,8 @@ ranks, at first (`initial`), and packed for a load in which expert 0 runs half o
     at first      0  1  2     3  4  5     6  7  8     9  0  1
     by load       0  4  7     0  5  8     0  6  9     1  2  3      copies of expert 0: slots 0, 3, 6
 
-Numbers need not divide: ten experts without redundant ones are 3, 3, 2 and 2 slots (`placement.layout.partition.counts`), and no
-copies are made up to fill a rank. Tokens take turns between the copies of an expert (`ExpertMap.slot_of`), by numbers that
+Numbers need not divide: ten experts without redundant ones are 3, 3, 2 and 2 slots (`placement.layout.partition.counts`), and
+no copies are made up to fill a rank. Tokens take turns between the copies of an expert (`ExpertMap.slot_of`), by numbers that
 every rank finds in the plan: so all choose the same, and copies share a load evenly.
 """
 

@@ -1,7 +1,7 @@
 """Everything a layout means for a model: what each rank holds, whom it talks to, what a step sends and what memory it takes.
 
-A value, made from the header of a checkpoint; `as_json` is its machine-readable form, `placement.explain.explain_text` the one to
-read.
+A value, made from the header of a checkpoint; `as_json` is its machine-readable form, `placement.explain.explain_text` the one
+to read.
 """
 
 from __future__ import annotations

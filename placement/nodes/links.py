@@ -50,7 +50,8 @@ _BETWEEN = {
 
 
 def assumed(distance: int, kind: Literal["cpu", "cuda"], same_domain: bool) -> Link:
-    """The usual link at a distance (see `placement.nodes.hardware`). `same_domain`: a fast domain is named, and both are in it."""
+    """The usual link at a distance (see `placement.nodes.hardware`). `same_domain`: a fast domain is named, and both are in
+    it."""
     if kind == "cpu":
         return _MEMORY if distance == 0 else _BETWEEN[distance]
     if distance == 0 or same_domain:

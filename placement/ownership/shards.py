@@ -11,8 +11,8 @@ SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
 
 The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
 always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
-its query heads are dealt over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents. Layers of
-unlike heads (`placement.model.attention_kind`) are dealt kind by kind.
+its query heads are dealt over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents.
+Layers of unlike heads (`placement.model.attention_kind`) are dealt kind by kind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ NORMS: dict[str, dict[str, str]] = {
         "mlp_out_norm": "post_mlp_layernorm",
     },
 }
-"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layers.layer.Layer`) and the checkpoint's."""
+"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layers.layer.Layer`) and the
+checkpoint's."""
 
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""

@@ -21,8 +21,8 @@ _ANSWER_S, _GLANCE_S = 20.0, 5.0
 
 
 def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
-    """Have `replica` of the application `name`, or of the one there is (`serve_app.deployment.applications`), become what is asked. Exits
-    with 1 where it does not, 2 where it is no role, no cluster answers or several applications could be meant."""
+    """Have `replica` of the application `name`, or of the one there is (`serve_app.deployment.applications`), become what is
+    asked. Exits with 1 where it does not, 2 where it is no role, no cluster answers or several applications could be meant."""
     if becomes not in list(Role):
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)

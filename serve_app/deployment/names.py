@@ -11,6 +11,6 @@ ENGINE = "Engine"
 PREFILL = "Prefill"
 MIXED = "Mixed"
 POOL_OF = {ENGINE: "decode", MIXED: "mixed", PREFILL: "prefill"}
-"""Where there are pools, the role of each one's replicas to begin with (`cluster.replica.roles`), as labels of nodes say it, too.
-Requests go to the first pool there is."""
+"""Where there are pools, the role of each one's replicas to begin with (`cluster.replica.roles`), as labels of nodes say it,
+too. Requests go to the first pool there is."""
 INGRESS = "Ingress"

@@ -26,7 +26,7 @@ from tests.waiting import wait_until as wait_until
 READY_S = 240.0
 END_S = 60.0
 _MARK = "SHARDWRIGHT_TEST_MARK"
-SHARDWRIGHT = (sys.executable, "-m", "serve_app")
+SHARDWRIGHT = (sys.executable, "-m", "serve_app.commands")
 
 
 class Server:

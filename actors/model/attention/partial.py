@@ -1,7 +1,7 @@
 """The kernel seam of context parallelism: attention that also says how much weight it saw.
 
-`actors.model.attention.backend` asks for whole answers; ranks that see only some of the keys need the log-sum-exp with theirs, to be
-merged. Two calls are enough: a block of queries over keys at hand, and decode rows over pages.
+`actors.model.attention.backend` asks for whole answers; ranks that see only some of the keys need the log-sum-exp with theirs,
+to be merged. Two calls are enough: a block of queries over keys at hand, and decode rows over pages.
 """
 
 from __future__ import annotations

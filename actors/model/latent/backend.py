@@ -1,4 +1,5 @@
-"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention.backend` for latents."""
+"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention.backend` for
+latents."""
 
 from __future__ import annotations
 

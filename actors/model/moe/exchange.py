@@ -42,7 +42,8 @@ Complete = Callable[[Tensor], Tensor]
 
 
 class Mixture(Protocol):
-    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy (`placement.experts.expert_map`)."""
+    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy
+    (`placement.experts.expert_map`)."""
 
     tally: Tally
 

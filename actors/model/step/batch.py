@@ -26,8 +26,8 @@ class Batch:
         query_lens     [3, 1]      context_lens  [16, 5]      block_tables [[7, 2], [4]]
         slots          [ 32  33  34 | 69 ]                    slot = block * 16 + offset in the block
 
-    With context parallelism (`placement.ownership.context`) it is what one rank runs and holds of them: of a row that is split over
-    the cp ranks its own tokens, of every block table its own blocks. `new_lens` then are the whole rows.
+    With context parallelism (`placement.ownership.context`) it is what one rank runs and holds of them: of a row that is split
+    over the cp ranks its own tokens, of every block table its own blocks. `new_lens` then are the whole rows.
     """
 
     token_ids: Tensor

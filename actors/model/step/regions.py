@@ -7,8 +7,8 @@ arXiv 2205.05198, section 4.2.2)::
     Whole       [T, h] norm ───────────────→ [T, h] column … row → partial [T, h] ──all_reduce──────→ [T, h]   + residual
     Scattered   [t, h] norm ──all_gather───→ [T, h] column … row → partial [T, h] ──reduce_scatter──→ [t, h]   + residual
 
-A rank's own tokens are those `placement.layout.partition.deal` gives it: 7 tokens on 3 ranks are 3, 2 and 2. They are also what it
-sends to the next pipeline stage, in both regions::
+A rank's own tokens are those `placement.layout.partition.deal` gives it: 7 tokens on 3 ranks are 3, 2 and 2. They are also
+what it sends to the next pipeline stage, in both regions::
 
     stage 0   rank 0  [0 1 2]──→  rank 0 of stage 1 ─┐
               rank 1  [3 4]  ──→  rank 1             ├─ all_gather (Whole), or as they are (Scattered)

@@ -1,8 +1,8 @@
 """A `ModelSpec` from the header of a GGUF file.
 
 Tied embeddings show as a missing ``output.weight``, biases as the presence of their tensors. A tensor ``rope_freqs.weight``
-holds what is left of Llama 3's rope scaling: one divisor per frequency, from which `placement.checkpoint.gguf.rope` tells the numbers.
-What no field tells is in `placement.checkpoint.gguf.families`.
+holds what is left of Llama 3's rope scaling: one divisor per frequency, from which `placement.checkpoint.gguf.rope` tells the
+numbers. What no field tells is in `placement.checkpoint.gguf.families`.
 """
 
 from __future__ import annotations

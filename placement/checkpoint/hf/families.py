@@ -32,7 +32,8 @@ class Family:
     """How the family writes its experts: see `placement.checkpoint.hf.moe`."""
     sinks: str = "none"
     hybrid: bool = False
-    """Layers with a window may have KV heads of their own, and values a size of their own: see `placement.checkpoint.hf.heads`."""
+    """Layers with a window may have KV heads of their own, and values a size of their own: see
+    `placement.checkpoint.hf.heads`."""
     mtp_layers: int = 0
     """Default of ``num_nextn_predict_layers``."""
     mla: bool = False

@@ -58,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(tmp_path_factory.mktemp("battery"), f"battery{os.getpid()}")
     store, port = serve_store(run.token)
     command = [str(port), run.token, str(run.directory)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(WORLD), *command],

@@ -31,7 +31,7 @@ from placement.layout.layout import Layout
 from placement.ownership.handoff import Side
 from tests.transfer_cases import Case, model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WHOLE = Piece(range(4), range(3), range(16))
 FORM = Form.of(model("gqa"), "a" * 64, "float32", 16)
 NAMES = [FORM.name(bytes([number]) * 32) for number in range(40)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STUCK = """
 import subprocess, sys, time
 from serve_app.commands.serve_command import _end_by_force_after

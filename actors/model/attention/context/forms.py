@@ -1,6 +1,7 @@
 """What queries and keys become before a kernel sees them, and what its output means, where keys lie on several ranks.
 
-Plain attention gives a kernel what it has. Latent attention has two forms (`placement.model.mla_spec`), and uses both in one step:
+Plain attention gives a kernel what it has. Latent attention has two forms (`placement.model.mla_spec`), and uses both in one
+step:
 own queries may meet fresh keys in one and, with those of other ranks, cached keys in the other::
 
     queries ──→ kernel ──→ part (this travels, with its log-sum-exp, and is merged) ──→ answer
