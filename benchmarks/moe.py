@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from actors.engine.balancing import Balancing, ExpertBalancer
+from actors.engine.balancing import ExpertBalancer
+from actors.engine.config.balancing import Balancing
 from actors.groups.group import Group
 from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
 from actors.groups.solo import SoloGroup
@@ -42,7 +43,8 @@ from placement.layout.layout import Layout
 from placement.layout.partition import deal
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, shard
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MODES = ("gather", "a2a", "replicated")

@@ -176,7 +176,17 @@ def main() -> None:
 
 def ours(folder: Path, chosen: argparse.Namespace) -> Subject:
     port = free_port()
-    command = [sys.executable, "-m", "serve_app.commands", "serve", str(folder), "--port", str(port), "--threads", str(chosen.threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "serve_app.commands",
+        "serve",
+        str(folder),
+        "--port",
+        str(port),
+        "--threads",
+        str(chosen.threads),
+    ]
     return start("shardwright", [*command, "--dtype", chosen.dtype, "--max-model-len", "2048"], {}, folder.name, port)
 
 

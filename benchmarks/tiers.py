@@ -26,6 +26,7 @@ from cluster.embedded.local import connect
 from cluster.replica.replica import Replica
 from placement.cost import memory
 from placement.layout.layout import Layout
+from placement.ownership.context import BLOCK_TOKENS
 from serve_app.deployment.settings import ServeArgs, replica_settings
 
 SYSTEM, USER, ANSWER = 96, 64, 8
@@ -36,7 +37,7 @@ def start(layout: str, tokens: int, **tiers: str) -> Replica:
     """A replica whose pages hold so many tokens."""
     usual = replica_settings(ServeArgs(layout=layout, dtype="float32", max_model_len=600), "cpu")
     needs = memory.rank_memories(usual.spec, usual.layout, usual.dtype)
-    kv_bytes = max(rank.block_bytes for rank in needs) * -(-tokens // memory.BLOCK_TOKENS // usual.layout.kv_owners)
+    kv_bytes = max(rank.block_bytes for rank in needs) * -(-tokens // BLOCK_TOKENS // usual.layout.kv_owners)
     args = ServeArgs(layout=layout, dtype="float32", max_model_len=600, kv_bytes=kv_bytes, **tiers)
     return Replica(replica_settings(args, "cpu"), f"benchmark-tiers-{len(tiers)}-{'-'.join(tiers)}")
 

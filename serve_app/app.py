@@ -22,10 +22,11 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from actors.wire.roles import Role
 from cluster.nodes import topology
 from cluster.nodes.discover import best_device, discover
 from cluster.replica.replica import Replica
-from cluster.replica.roles import DutyReport, Role
+from cluster.replica.roles import DutyReport
 from cluster.replica.seats import NODE_ID, none_at_all
 from cluster.replica.settings import ReplicaSettings, shared_variables
 from cluster.replica.waiting import SeatError

@@ -8,7 +8,8 @@ from typing import Any
 
 from actors.engine.link.token_stream import ReplyTo
 from actors.wire.messages import GenerateRequest
-from cluster.replica.roles import Duty, DutyReport, Role
+from actors.wire.roles import Role
+from cluster.replica.roles import Duty, DutyReport
 
 Answer = Callable[[GenerateRequest, ReplyTo, str], Any]
 

@@ -17,16 +17,17 @@ from actors.groups.solo import SoloGroup
 from actors.groups.thread import run_ranks, thread_groups
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.cpu.backend import CpuAttention
+from actors.model.attention_selection import choose_latent
 from actors.model.checkpoint.load import landing
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
-from actors.model.latent.local import choose_latent
 from actors.model.step.batch import Batch
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, shard
 from tests.tiny_models import TinyModel
 
 Part = tuple[int, int, int]

@@ -24,7 +24,8 @@ from actors.model.checkpoint.open_source import open_source
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, shard
 
 Weights = dict[str, Tensor]
 

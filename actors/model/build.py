@@ -25,7 +25,8 @@ from actors.model.layers.layers import (
 from actors.model.layers.qk_norm import WidthNorm
 from actors.model.moe.build import mixture
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard, parameters
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters
 
 
 class Builder:

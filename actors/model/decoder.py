@@ -31,7 +31,7 @@ from actors.model.step.rope import make_rope
 from actors.model.step.step import Paged, Step
 from placement.model.spec import ModelSpec
 from placement.ownership.expert_tokens import Lanes
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 class Decoder(nn.Module):

@@ -21,17 +21,15 @@ from actors.groups.group import Group
 from actors.kv_offload.librarian import Librarian, NoLibrarian
 from actors.kv_transfer.courier import Courier, NoCourier
 from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
-from actors.model.attention import backend as attention
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.context.backend import ContextAttention
-from actors.model.attention.partial import choose_partial
+from actors.model.attention_selection import choose, choose_latent, choose_partial
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
-from actors.model.latent.local import choose_latent
 from actors.model.moe.exchanges import exchanges
 from actors.model.moe.keeper import ExpertKeeper, NoExperts
 from actors.rank.head import LaneHead, StageHead
@@ -44,7 +42,7 @@ from placement.layout import mesh, sequence_parallel
 from placement.model.digest import model_digest
 from placement.ownership import shards
 from placement.ownership.context import Place
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -135,7 +133,7 @@ def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBack
         if spec.mla is not None:
             return choose_latent(spec.mla, device, dtype, config.block_size)
         dims = (spec.head_dim, spec.value_dim)
-        return attention.choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
+        return choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
     at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
     context = ContextAttention.of(spec, layout, at, groups, kernel, config.block_size)
     return context if spec.mla is None else ContextLatent(context)

@@ -12,7 +12,7 @@ from torch import Tensor
 from actors.verify.cases import Key, Text, planned_keys, sampled_keys, text_of
 from actors.verify.ranks import Ran
 from actors.wire.messages import StepPlan, StepResult
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 @dataclass(frozen=True)

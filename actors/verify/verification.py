@@ -32,7 +32,7 @@ from placement.layout import mesh, sequence_parallel
 from placement.layout.layout import Layout
 from placement.model.spec import DType
 from placement.ownership import shards
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 Say = Callable[[str], None]
 _REPEATED = 2

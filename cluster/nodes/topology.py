@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from actors.wire.rank_config import Device
-from cluster.replica.roles import Role
+from actors.wire.roles import Role
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 

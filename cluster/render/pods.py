@@ -17,7 +17,7 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.deployment.proxy.in_front",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.openai.proxy.in_front",
     # While the head is away the others go on; they wait this long for it to come back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "HF_HOME": f"{MODELS}/huggingface",

@@ -32,7 +32,7 @@ HEAD_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.deployment.proxy.in_front",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.openai.proxy.in_front",
 }
 
 

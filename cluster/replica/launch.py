@@ -24,8 +24,8 @@ from cluster.replica.seats import Seats
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import tier_settings
 from cluster.replica.whereabouts import LaunchError, check_reachable, check_seats, described
-from placement.cost.memory import BLOCK_TOKENS
 from placement.model.spec import ModelError
+from placement.ownership.context import BLOCK_TOKENS
 
 _LOOK_EVERY_S = 2.0
 

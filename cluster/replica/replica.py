@@ -16,20 +16,22 @@ from typing import Any
 import ray
 from ray.util import get_node_ip_address
 
-from actors.engine.balancing import Balancing
+from actors.engine.config.balancing import Balancing
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.engine.refusal import RequestRefused
 from actors.wire.messages import GenerateRequest, TokenEvent
+from actors.wire.roles import Role, Work
 from cluster.replica import launch, seats
-from cluster.replica.roles import Duty, DutyReport, Role, Work
+from cluster.replica.roles import Duty, DutyReport
 from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from cluster.replica.tiers import tiering
 from placement.cost import memory
 from placement.layout import mesh
 from placement.model.spec import DTYPE_BYTES
+from placement.ownership.context import BLOCK_TOKENS
 
 log = logging.getLogger("shardwright.replica")
 
@@ -256,7 +258,7 @@ def _num_blocks(settings: ReplicaSettings, ranks: launch.Ranks) -> int:
 
 def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
     return EngineConfig(
-        block_size=memory.BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS,
         num_blocks=num_blocks,
         kv_owners=settings.layout.kv_owners,
         lanes=settings.layout.attn_dp,

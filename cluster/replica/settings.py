@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.engine.balancing import USUAL_INTERVAL
+from actors.engine.config.balancing import USUAL_INTERVAL
 from actors.wire.rank_config import Device
-from cluster.replica.roles import Role
+from actors.wire.roles import Role
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 

@@ -13,6 +13,7 @@ from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory
 from placement.model.digest import model_digest
 from placement.model.spec import ModelSpec
+from placement.ownership.context import BLOCK_TOKENS
 
 
 def tier_settings(settings: ReplicaSettings) -> TierSettings | None:
@@ -39,7 +40,7 @@ def tiering(settings: ReplicaSettings) -> Tiering | None:
     return Tiering(
         settings=tiers,
         layout=settings.layout,
-        form=Form.of(settings.spec, tiers.model_digest, settings.dtype, memory.BLOCK_TOKENS),
+        form=Form.of(settings.spec, tiers.model_digest, settings.dtype, BLOCK_TOKENS),
         block_bytes=max(rank.block_bytes for rank in needs),
     )
 

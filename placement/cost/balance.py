@@ -9,7 +9,8 @@ from math import prod
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, shard
 from placement.ownership.weight_slices import Parameter
 
 MEASURE = "weights a rank reads for each step of one token; an embedding that is only looked up is not read"

@@ -29,7 +29,7 @@ from placement.model.attention_kind import AttentionKind
 from placement.model.spec import ModelSpec
 from placement.ownership.context import Ownership, is_split, passes_kv, spans
 from placement.ownership.context_heads import group_heads, weights
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 _LSE_BYTES = 4
 

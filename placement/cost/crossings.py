@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from placement.cost.collectives import Entry
 from placement.cost.step_shape import StepShape
 from placement.cost.traffic import rank_traffic
-from placement.explain.drawing import size_text
+from placement.cost.units import size_text
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec

@@ -28,7 +28,7 @@ from placement.layout.mesh import Coords, moe_coords, world_rank
 from placement.layout.partition import deal
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ from placement.layout.layout import Layout, LayoutError
 from placement.layout.mesh import coords
 from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 from placement.nodes.hardware import ClusterSpec
-from placement.ownership.shards import Shard, parameters, shard
+from placement.ownership.context import BLOCK_TOKENS
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, shard
 from placement.ownership.weight_slices import Parameter
-
-BLOCK_TOKENS = 16
-"""Tokens of one KV block."""
 
 
 class MemoryBudgetError(LayoutError):

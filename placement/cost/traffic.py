@@ -37,7 +37,8 @@ from placement.layout.mesh import HEAD_AXIS, Coords, coords
 from placement.layout.partition import deal
 from placement.model.spec import DTYPE_BYTES, ModelSpec
 from placement.ownership.context import spans
-from placement.ownership.shards import Shard, head_vocabulary, shard
+from placement.ownership.shard import Shard
+from placement.ownership.shards import head_vocabulary, shard
 
 
 @dataclass(frozen=True)

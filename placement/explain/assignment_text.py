@@ -16,7 +16,7 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def seated(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[Seating]:
-    """Seats for every replica of a layout that has passed `layout.check` on this cluster."""
+    """Seats for every replica of a layout that has passed `placement.legality.check` on this cluster."""
     seatings = seat_all(layout, spec, cluster)
     if seatings is None:
         raise LayoutError(f"{layout} has no seats on {len(cluster.nodes)} nodes with {cluster.slots} slots")

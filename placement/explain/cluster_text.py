@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from placement.cost.crossings import speed_text, time_text
+from placement.cost.units import size_text
 from placement.explain.columns import columns
-from placement.explain.drawing import size_text
 from placement.nodes.hardware import SLOW, ClusterSpec
 from placement.nodes.links import Link
 

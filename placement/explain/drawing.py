@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 
 from placement.cost.collectives import Entry
 from placement.cost.memory import parameter_bytes
+from placement.cost.units import size_text
 from placement.explain.explanation import Explanation, RankView, layer_parameters, shown_layer
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import AXES
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter
 
 _WIDEST = 116
@@ -83,14 +84,6 @@ def _shape(row: Parameter) -> str:
     parts = [f"{piece.shape[piece.dim]:,}" for piece in row.pieces if piece.slot == row.pieces[0].slot]
     shape = ", ".join(f"{size:,}" for size in row.shape)
     return f"[{shape}]  = {' + '.join(parts)}" if len(parts) > 1 else f"[{shape}]"
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that leaves at least one: ``32 MiB``, ``1.5 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while num_bytes >= 1024 and len(units) > 1:
-        num_bytes, units = num_bytes / 1024, units[1:]
-    return f"{num_bytes:,.1f}".removesuffix(".0") + f" {units[0]}"
 
 
 def runs_text(numbers: range) -> str:

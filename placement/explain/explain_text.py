@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from placement.cost.balance import MEASURE, bubble
 from placement.cost.memory import parameter_count
+from placement.cost.units import size_text
 from placement.experts.expert_map import map_of
 from placement.explain import drawing
 from placement.explain.columns import columns
-from placement.explain.drawing import size_text
 from placement.explain.explanation import Explanation, micro_batch_counts
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage, spared_bytes
-from placement.legality.rules import legal_dcp
+from placement.legality.dcp_sizes import legal_dcp
 from placement.legality.suggestions import sizes
 from placement.model.moe_spec import MoESpec
 

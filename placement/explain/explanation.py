@@ -20,7 +20,8 @@ from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import Coords
 from placement.model.spec import DType, ModelSpec
-from placement.ownership.shards import Shard, parameters
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters
 from placement.ownership.weight_slices import Parameter
 
 
@@ -58,7 +59,7 @@ class Explanation:
 
 
 def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
-    """Explain a layout that has passed `layout.check`."""
+    """Explain a layout that has passed `placement.legality.check`."""
     memories = rank_memories(spec, layout, step.dtype)
     ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
     groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec, layout)}

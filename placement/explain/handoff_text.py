@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from placement.cost.units import size_text
 from placement.explain.columns import columns
-from placement.explain.drawing import runs_text, size_text
+from placement.explain.drawing import runs_text
 from placement.layout.layout import Layout
 from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 from placement.ownership.handoff import Copy, Side, handoff, sequence_bytes
@@ -47,7 +48,8 @@ class HandOff:
 
 
 def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandOff:
-    """Explain the hand-off between two layouts that have passed `layout.check`; pages of both hold as many tokens."""
+    """Explain the hand-off between two layouts that have passed `placement.legality.check`; pages of both hold as many
+    tokens."""
     return HandOff(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
 
 

@@ -13,13 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-if TYPE_CHECKING:
-    from placement.model.spec import ModelSpec
-    from placement.nodes.hardware import ClusterSpec
 
 Size = Annotated[int, Field(ge=1)]
 """Number of ranks along one axis."""
@@ -30,16 +26,6 @@ _LIST_SEPARATOR = "/"
 
 class LayoutError(ValueError):
     """A layout text that cannot be read, or a layout that breaks rules. ``str()`` is the whole message."""
-
-
-class Violation(BaseModel):
-    """One broken rule. `suggestions` are the nearest legal layouts as text; each passes `Layout.check` itself."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    field: str
-    message: str
-    suggestions: tuple[str, ...] = ()
 
 
 class Layout(BaseModel):
@@ -141,20 +127,6 @@ class Layout(BaseModel):
         asked = self.asked
         first = [name for name in ("tp", "pp") if name in asked]
         return ",".join(f"{name}={text_of(asked[name])}" for name in dict.fromkeys((*first, *asked))) or "tp=1"
-
-    def check(self, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
-        """Every rule this layout breaks for a model (on a cluster, where one is given). Empty: legal."""
-        # The rules name layouts that would work instead, so they import this module: only a late import avoids the circle.
-        from placement.legality import rules
-
-        return rules.check(self, model, cluster)
-
-
-def require(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> None:
-    """Raise `LayoutError` with every broken rule in one message, unless the layout is legal."""
-    violations = layout.check(model, cluster)
-    if violations:
-        raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))
 
 
 def _whole_number(text: str) -> int | None:

@@ -93,7 +93,7 @@ def world_rank(layout: Layout, at: Coords) -> int:
 def moe_coords(layout: Layout, world_rank: int) -> MoECoords:
     """Coordinates of a world rank in the grid of the MoE layers. Raises `IndexError` outside ``range(layout.world)``.
 
-    The layout must have passed `layout.check`: both grids have as many ranks.
+    The layout must have passed `placement.legality.check`: both grids have as many ranks.
     """
     return MoECoords(*_indices(layout, MOE_AXES, world_rank))
 

@@ -1,6 +1,6 @@
-"""The rules of a legal layout, one function each. `Layout.check` is the only door to them.
+"""The rules of a legal layout, one function each. `placement.legality.check` is the only door to them.
 
-A rule yields a sentence, with the numbers that clash, for each way in which it is broken. `check` adds what would work.
+A rule yields a sentence, with the numbers that clash, for each way in which it is broken; `check` adds what would work.
 
 Uneven splits are legal (9 query heads on 2 ranks, 5 ranks on 3 KV heads): what a rank must have is at least one query
 head, one MLP column and one vocabulary row.
@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from placement.layout.layout import Layout, Violation, text_of
+from placement.layout.layout import Layout, text_of
 from placement.layout.lm_head import head_can_be_dealt
-from placement.layout.partition import Shares
 from placement.legality import suggestions
+from placement.legality.dcp_sizes import legal_dcp, legal_dcp_of_kind
 from placement.legality.expert_rules import EXPERT_RULES
-from placement.model.attention_kind import AttentionKind
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
 from placement.ownership.shards import heads
@@ -31,22 +30,6 @@ _WIDTH_FIELDS = {
 """Where config.json says the sizes of `ModelSpec.widths`."""
 _KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
 """Where it says the KV heads of a kind of layers, by `AttentionKind.label`."""
-
-
-def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Violation]:
-    """Every broken rule, each with the nearest legal layouts."""
-    found = broken(layout, model, cluster)
-    if not found:
-        return []
-    among = suggestions.candidates(layout, model, cluster)
-
-    def violation(field: str, sentence: str) -> Violation:
-        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, model, cluster))
-        sizes = f" tp sizes that work: {suggestions.sizes(other.tp for other in among)}." if field == "tp" and legal else ""
-        tries = f" Try {' or '.join(map(str, legal))}." if legal else " No layout of this model fits here."
-        return Violation(field=field, message=f"{sentence}.{sizes}{tries}", suggestions=tuple(map(str, legal)))
-
-    return [violation(field, sentence) for field, sentence in found]
 
 
 def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
@@ -112,7 +95,7 @@ def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Bro
     legal = legal_dcp(model, layout.tp, shares) if layout.tp <= model.num_heads else [layout.dcp]
     if layout.dcp in legal:
         return
-    kind = next(kind for kind in model.kinds if layout.dcp not in _legal_dcp(kind, layout.tp, shares))
+    kind = next(kind for kind in model.kinds if layout.dcp not in legal_dcp_of_kind(kind, layout.tp, shares))
     kv_heads = f"the {kind.num_kv_heads} KV heads ({_KV_FIELDS[kind.label]}) of the model"
     if model.mla is not None:
         why = f"all {layout.tp} tp ranks hold the same latents, so it must divide tp"
@@ -123,24 +106,6 @@ def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Bro
         why = f"tp={layout.tp} puts {kv_heads} on {', '.join(map(str, holders))} ranks, and a dcp group must not span two heads"
     sizes = f"; with tp={layout.tp} dcp can be {suggestions.sizes(legal)}" if len(legal) > 1 else ""
     yield "dcp", f"dcp={layout.dcp} cannot be used: {why}{sizes}"
-
-
-def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
-    """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
-
-    With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
-    and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
-    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
-    heads, the runs must hold in both kinds.
-    """
-    return sorted(set.intersection(*(set(_legal_dcp(kind, tp, shares)) for kind in model.kinds)))
-
-
-def _legal_dcp(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:
-    if tp <= kind.num_kv_heads:
-        return [1]
-    holders = Counter(own.start for _, own in heads(kind, tp, shares)).values()
-    return [size for size in range(1, min(holders) + 1) if all(count % size == 0 for count in holders)]
 
 
 def a_style_needs_cp(layout: Layout, model: ModelSpec) -> Iterator[Broken]:

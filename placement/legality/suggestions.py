@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
 from placement.layout.layout import Layout
+from placement.legality.dcp_sizes import legal_dcp
 from placement.legality.expert_rules import nearest_expert_axes
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
@@ -47,9 +48,6 @@ def _halves(size: int) -> list[int]:
 
 def _with_context(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
     """The candidate in the asked cp style, where it has cp, with every legal dcp, where one was asked for."""
-    # `rules` imports this module: only a late import avoids the circle.
-    from placement.legality.rules import legal_dcp
-
     style = asked.cp_style if candidate.cp > 1 else "ring"
     for dcp in legal_dcp(model, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
         for lm_head in dict.fromkeys((asked.lm_head, "auto")):

@@ -33,6 +33,9 @@ from numpy.typing import NDArray
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 
+BLOCK_TOKENS = 16
+"""Tokens of one KV block."""
+
 
 def is_split(new_tokens: int, cp: int) -> bool:
     """Whether a row is dealt over the cp ranks: it needs a token for each of the 2*cp chunks."""

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from placement.model.moe_spec import Form, MoESpec
 from placement.model.spec import ModelSpec
+from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter, Piece, inputs, rows, whole
-
-if TYPE_CHECKING:
-    from placement.ownership.shards import Shard
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from placement.cost.memory import BLOCK_TOKENS
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import DTYPE_BYTES, DType, ModelError, ModelSpec
-from placement.ownership.context import Ownership, Place
+from placement.ownership.context import BLOCK_TOKENS, Ownership, Place
 from placement.ownership.handoff_positions import Positions, shared
 from placement.ownership.shards import shard
 
@@ -128,7 +127,8 @@ def _heads_text(kind: AttentionKind) -> str:
 def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) -> list[Copy]:
     """The copies that give the destination `positions` of a sequence, ordered by destination, then by what is copied.
 
-    Both layouts must have passed `layout.check` for `spec`. The map of a chunk is cut from that of the whole prompt with
+    Both layouts must have passed `placement.legality.check` for `spec`. The map of a chunk is cut from that of the whole
+    prompt with
     `Copy.within`, so that who sends what does not change from chunk to chunk.
     """
     replicas: dict[tuple[range, range, Ownership], list[int]] = {}

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from placement.experts.expert_map import ExpertMap, map_of
+from placement.experts.expert_map import map_of
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import Coords, moe_coords, world_rank
@@ -34,6 +34,7 @@ from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership.expert_slices import expert_layer
 from placement.ownership.latent_slices import head_elements, latent_attention
+from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter, fused, inputs, of_heads, rows, whole
 
 NORMS: dict[str, dict[str, str]] = {
@@ -59,47 +60,8 @@ _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """What one rank holds. Ranges index the whole model; `vocab`, of the embedding, and `head_vocab` may reach past
-    ``vocab_size`` into padding rows."""
-
-    layers: range
-    heads: tuple[tuple[range, range], ...]
-    """(query heads, KV heads) in layers of each kind, in the order of `ModelSpec.kinds`."""
-    columns: range
-    vocab: range
-    head_vocab: range
-    first_stage: bool
-    last_stage: bool
-    expert_map: ExpertMap | None = None
-    """Which expert every slot of every rank has at first, the same in each layer with experts."""
-    expert_slots: range = range(0)
-    """The slots of this rank."""
-    expert_columns: range = range(0)
-    """Columns of each of these experts."""
-    shared_columns: range = range(0)
-    """Columns of the shared expert."""
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """The expert in each of this rank's slots."""
-        placed = self.expert_map
-        return () if placed is None else placed.experts[0][self.expert_slots.start : self.expert_slots.stop]
-
-    @property
-    def q_heads(self) -> range:
-        """Query heads in layers of the first kind; most models have no other."""
-        return self.heads[0][0]
-
-    @property
-    def kv_heads(self) -> range:
-        """KV heads there."""
-        return self.heads[0][1]
-
-
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
-    """The shard of the rank at `at`. The layout must have passed `layout.check`."""
+    """The shard of the rank at `at`. The layout must have passed `placement.legality.check`."""
     first = sum(stage_layers(spec, layout)[: at.pp])
     shares = layout.tp_shares
     return Shard(

@@ -21,7 +21,8 @@ from placement.explain.assignment_text import seating_json, seating_lines
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import as_json, explain
 from placement.explain.handoff_text import explain_handoff, handoff_json, handoff_text
-from placement.layout.layout import Layout, LayoutError, Violation
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import Violation, check
 from placement.model.spec import DType, ModelSpec
 from placement.nodes.hardware import ClusterSpec
 from serve_app.deployment.catalog import resolve
@@ -65,7 +66,7 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
         checkpoint_header.check_tensors(files.path, spec)
     cluster = _cluster(args)
     for asked in pools or [layout]:
-        violations = asked.check(spec, cluster)
+        violations = check(asked, spec, cluster)
         if violations:
             _refuse(asked, violations, as_json_text)
     if pools:

@@ -15,7 +15,8 @@ from cluster.render.ray_up import cloud_cluster, local_cluster
 from cluster.render.serve_file import Deployment, Pool, serve_file
 from placement.checkpoint import header
 from placement.cost.memory import rank_memories
-from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import require
 from placement.nodes.fleet import Machine, fleet
 from placement.ownership.handoff import Side, holdings
 from serve_app.commands.render_text import Files, text_of, write

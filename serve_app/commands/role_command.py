@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cluster.replica.roles import DutyReport, Role, counted
+from actors.wire.roles import Role
+from cluster.replica.roles import DutyReport, counted
 from serve_app.commands.joining import joined
 from serve_app.deployment.applications import chosen
 

@@ -26,12 +26,13 @@ from cluster.replica.settings import DEFAULT_CONTEXT
 from placement.layout.layout import LayoutError
 from serve_app.commands.deploying import StartFailed, check_free, deploy, is_still
 from serve_app.commands.endpoint_health import health_line
-from serve_app.deployment import pools, proxy
+from serve_app.deployment import pools
 from serve_app.deployment.names import APP_NAME
 from serve_app.deployment.pools import Service
 from serve_app.deployment.preflight import check_files
 from serve_app.deployment.reasons import reason_of
 from serve_app.deployment.settings import ServeArgs
+from serve_app.openai import proxy
 from serve_app.text.model_files import TextFiles
 
 _END_S = 45.0

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from placement.checkpoint import header
-from placement.cost import memory
 from placement.layout import sequence_parallel
-from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import require
 from placement.model.spec import ModelSpec
+from placement.ownership.context import BLOCK_TOKENS
 from serve_app.deployment.catalog import DEFAULT_MODEL, ModelFiles, resolve
 from serve_app.deployment.preflight import check_files
 from serve_app.deployment.settings import compute_dtype
@@ -78,7 +79,7 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
         model_path=str(files.path),
         device="cpu",
         dtype=compute_dtype(args.dtype, spec, "cpu"),
-        block_size=memory.BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS,
         threads=1,
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from cluster.replica.roles import Role
+from actors.wire.roles import Role
 from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout, LayoutError
 from placement.nodes.hardware import ClusterSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placement.layout.layout import Layout
+from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
 
@@ -34,5 +35,5 @@ def _with_ep(spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> It
         ranks = Layout(**kept | more).stage_ranks
         for ep in filter(lambda size: ranks % size == 0, range(ranks, 1, -1)):
             found = Layout(**kept | more | {"ep": ep})
-            if not found.check(spec, cluster):
+            if not check(found, spec, cluster):
                 yield found

@@ -9,14 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from actors.engine.balancing import USUAL_INTERVAL
+from actors.engine.config.balancing import USUAL_INTERVAL
 from cluster.replica.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
 from placement.checkpoint import header as checkpoint_header
 from placement.cost import memory
-from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import require
 from placement.model.spec import DType, ModelSpec
 from placement.nodes.hardware import ClusterSpec, cpu_has_bfloat16
 from placement.ownership import handoff
+from placement.ownership.context import BLOCK_TOKENS
 from serve_app.deployment import rebalancing
 from serve_app.deployment.catalog import DEFAULT_MODEL, ModelFiles, resolve
 
@@ -242,7 +244,7 @@ def _disk_cache_bytes(args: ServeArgs, spec: ModelSpec, dtype: DType) -> int:
     block = max(rank.block_bytes for rank in memory.rank_memories(spec, Layout(), dtype))
     if args.disk_cache_bytes < block:
         raise memory.MemoryBudgetError(
-            f"disk_cache_bytes {args.disk_cache_bytes:,} is less than one KV block of {memory.BLOCK_TOKENS} tokens takes, "
+            f"disk_cache_bytes {args.disk_cache_bytes:,} is less than one KV block of {BLOCK_TOKENS} tokens takes, "
             f"{block:,} bytes in {dtype}: nothing would ever be found there"
         )
     return args.disk_cache_bytes

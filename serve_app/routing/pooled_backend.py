@@ -17,7 +17,8 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from actors.wire.messages import GenerateRequest, KVTicket, SamplingParams
-from cluster.replica.roles import DutyReport, Role, Work
+from actors.wire.roles import Role, Work
+from cluster.replica.roles import DutyReport
 from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.handing_over import PrefillReplicas

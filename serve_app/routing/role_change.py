@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cluster.replica.roles import DutyReport, Role, Work
+from actors.wire.roles import Role, Work
+from cluster.replica.roles import DutyReport
 from serve_app.routing.asking import ask_all
 from serve_app.routing.roster import Member, Roster
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.replica.roles import DutyReport, Role, Work
+from actors.wire.roles import Role, Work
+from cluster.replica.roles import DutyReport
 from serve_app.routing.asking import ask_all
 
 _FRESH_S = 0.2

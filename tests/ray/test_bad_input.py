@@ -138,7 +138,7 @@ import serve_app.deployment.preflight
 serve_app.deployment.preflight.check_files = lambda path, spec: None
 from ray import serve
 {more}
-from serve_app import cli
+from serve_app.commands import cli
 cli.main()
 """
 """The command, blind to what its preflight would see, as if the files had changed after it."""

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from actors.engine.balancing import Balancing
+from actors.engine.config.balancing import Balancing
 from actors.kv_offload.piece import Form
 from actors.wire.tier_settings import TierSettings
 from placement.layout import mesh

@@ -1,4 +1,4 @@
-"""The attention seam: what a decoder asks of a kernel, and which kernel a device gets.
+"""The attention seam: what a decoder asks of a kernel.
 
 A backend plans once a step (`prepare`) and runs once a layer (`attend`). Queries are aligned to the end of their
 sequence: a query at position p sees positions ``[max(0, p - window + 1), p]``, whatever the chunking.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from actors.model.kv.kv_cache import KVCache
@@ -54,26 +53,3 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     ``out * sigmoid(lse - sink)``. To be done once, after partial outputs are merged.
     """
     return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype)
-
-
-def choose(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    block_size: int = 16,
-    softcap: bool = False,
-    sinks: bool = False,
-    head_dim: int = 128,
-    value_dim: int | None = None,
-) -> AttentionBackend:
-    """The fastest backend present for this device, dtype, page size (tokens per block) and size of heads.
-
-    `softcap`: which can cap scores; `sinks`: which can do sinks; `value_dim`: not given, that of values is `head_dim` too.
-    """
-    if torch.device(device).type == "cuda":
-        from actors.model.attention.cuda.choose import choose_cuda
-
-        return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim, value_dim=value_dim)
-    from actors.model.attention.cpu.backend import CpuAttention
-
-    backend: AttentionBackend = CpuAttention()
-    return backend

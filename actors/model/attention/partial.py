@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from actors.model.attention.cpu.decode import DecodeRow, bucketed
-from actors.model.attention.cpu.flash import flash_with_lse
+from actors.model.attention.decode_row import DecodeRow
 from actors.model.kv.kv_cache import KVCache
 
 
@@ -46,34 +44,3 @@ class PartialKernel(Protocol):
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
         """Tasks that together hold every row once; each row sees at least one key."""
-
-
-class CpuPartial:
-    """torch's flash operator, and buckets of gathered pages."""
-
-    name = "torch flash (CPU)"
-
-    def dense(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        softcap: float | None,
-        causal: bool = False,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
-
-    def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
-        return bucketed(rows, cache)
-
-
-def choose_partial(device: torch.device | str, dtype: torch.dtype, block_size: int, softcap: bool = False) -> PartialKernel:
-    """The kernels of a device; `softcap`: which can cap scores."""
-    if torch.device(device).type == "cuda":
-        from actors.model.attention.cuda.partial_kernels import choose_cuda_partial
-
-        return choose_cuda_partial(dtype, block_size, softcap=softcap)
-    kernel: PartialKernel = CpuPartial()
-    return kernel

@@ -13,7 +13,8 @@ from torch import Tensor
 from actors.model.checkpoint.source import TensorSource
 from placement.checkpoint.directory.tensor_directory import check, some
 from placement.model.spec import ModelError, ModelSpec
-from placement.ownership.shards import Shard, parameters
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters
 from placement.ownership.weight_slices import Parameter, Piece
 
 Progress = Callable[[int, int], None]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 class _Pages(NamedTuple):

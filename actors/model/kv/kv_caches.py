@@ -14,7 +14,7 @@ import torch
 
 from actors.model.kv.kv_cache import KVCache
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 class KVCaches:

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from actors.model.attention import backend
 from actors.model.attention.backend import AttentionBackend
-from actors.model.attention.partial import PartialKernel, choose_partial
+from actors.model.attention.partial import PartialKernel
 from actors.model.attention.parts import Sum
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Source, source
@@ -105,12 +103,6 @@ class LocalLatent:
                 total.add(slice(None), form.parts(out[0]), lse[0])
             return total.out.transpose(0, 1).to(q.dtype)
         return form.parts(out[0]).transpose(0, 1)
-
-
-def choose_latent(mla: MLASpec, device: torch.device | str, dtype: torch.dtype, block_size: int) -> LocalLatent:
-    """Latent attention by the kernels of a device."""
-    paged = backend.choose(device, dtype, block_size, head_dim=mla.latent_dim)
-    return LocalLatent(mla, paged, choose_partial(device, dtype, block_size))
 
 
 def _naive_rows(batch: Batch, cache: KVCache, absorbed: set[int]) -> Iterator[NaiveRow]:

@@ -17,7 +17,7 @@ from actors.model.layers.layers import (
 from actors.model.layers.qk_norm import WidthNorm, mean_squares
 from actors.model.step.step import Step
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 class Layer(nn.Module):

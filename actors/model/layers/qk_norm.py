@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from actors.groups.group import Group
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 class WidthNorm(nn.Module):

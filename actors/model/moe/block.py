@@ -17,15 +17,17 @@ So there a layer with experts says on the wire what a dense one says.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from torch import Tensor, nn
 
 from actors.model.layers.layers import linear
 from actors.model.moe.beside import begin_on
-from actors.model.moe.exchange import Complete
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
 from actors.model.moe.tally import Tally
+from actors.model.step.exchange import Complete
 from actors.model.step.regions import Region
 from actors.model.step.step import Step
 
@@ -58,6 +60,9 @@ class MixtureOfExperts(nn.Module):
     def partial(self, x: Tensor, turn: int) -> Tensor:
         """See `Mixture`."""
         return self.run(x, *self.route(x, turn))
+
+    def timed_combine(self) -> AbstractContextManager[None]:
+        return self.tally.combine.span()
 
     def begin(self, x: Tensor, region: Region) -> Complete:
         """See `Mixture`."""

@@ -13,7 +13,7 @@ from actors.model.moe.homes import Homes
 from actors.model.moe.router import Router
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import Shard
+from placement.ownership.shard import Shard
 
 
 def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:

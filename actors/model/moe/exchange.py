@@ -23,54 +23,18 @@ Which mode a step takes is said in `placement.cost.expert_modes`. The shared exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from actors.groups.group import Group
-from actors.model.moe.tally import Tally
 from actors.model.moe.tokens import OwnTokens
+from actors.model.step.exchange import Mixture
 from actors.model.step.regions import Region
 
 _WEIGHT_BYTES = 4
-
-
-Complete = Callable[[Tensor], Tensor]
-"""From the routed sum that the rank holds to the whole sum that it holds."""
-
-
-class Mixture(Protocol):
-    """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy
-    (`placement.experts.expert_map`)."""
-
-    tally: Tally
-
-    def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> weights [tokens, top_k] fp32 and slots [tokens, top_k].
-
-        `turn`: that of the first of these tokens; copies of an expert take turns.
-        """
-
-    def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """This rank's part of the routed sum [tokens, hidden]: its slots, its columns of them."""
-
-    def partial(self, x: Tensor, turn: int) -> Tensor:
-        """This rank's part of everything, where `x` [tokens, hidden] is on every rank of the tp group."""
-
-    def begin(self, x: Tensor, region: Region) -> Complete:
-        """Begin what every token goes through besides, to be added to the routed sum when that is there."""
-
-
-class Exchange(Protocol):
-    """One step's way to the experts."""
-
-    def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        """What the rank holds of [tokens, hidden], before and after."""
-
-    def serve(self, mixture: Mixture, none: Tensor) -> None:
-        """Run this rank's experts for the others of its copy, of which it has no tokens itself: `none` is [0, hidden]."""
 
 
 class Way(Protocol):
@@ -88,7 +52,7 @@ class SumExchange:
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
         partial = mixture.partial(region.gather(x), self._turn)
-        with mixture.tally.combine.span():
+        with mixture.timed_combine():
             return region.sum(partial)
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
@@ -126,7 +90,7 @@ class GatherWay:
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
         tokens = self._copy.all_gather(own, self._sizes)
         partial = mixture.run(tokens, *mixture.route(tokens, self._turn))
-        with mixture.tally.combine.span():
+        with mixture.timed_combine():
             return self._copy.reduce_scatter(partial, self._sizes)
 
 
@@ -145,7 +109,7 @@ class AllToAllWay:
         token = _sorted_by_rank(goes)[: sum(send)]
         arrived = self._copy.all_to_all(_pack(own, weights, slots)[token], send, receive)
         parts = mixture.run(*_unpack(arrived, own, weights.shape[1]))
-        with mixture.tally.combine.span():
+        with mixture.timed_combine():
             back = self._copy.all_to_all(parts, receive, send)
         return _added_up(back, token, send, own)
 

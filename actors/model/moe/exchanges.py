@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 
 from actors.groups.group import Group
-from actors.model.moe.exchange import AllToAllWay, Exchange, GatherWay, NoWay, SumExchange, TravellingExchange, Way
+from actors.model.moe.exchange import AllToAllWay, GatherWay, NoWay, SumExchange, TravellingExchange, Way
 from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
+from actors.model.step.exchange import Exchange
 from placement.cost import expert_modes
 from placement.cost.expert_modes import Mode
 from placement.experts.expert_map import map_of

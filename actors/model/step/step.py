@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.model.kv.kv_cache import KVCache
-from actors.model.moe.exchange import Exchange
+from actors.model.step.exchange import Exchange
 from actors.model.step.regions import Region
 from actors.model.step.rope import Rotate
 

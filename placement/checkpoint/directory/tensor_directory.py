@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.model.spec import ModelError, ModelSpec
-from placement.ownership.shards import Shard, parameters, whole_model
+from placement.ownership.shard import Shard
+from placement.ownership.shards import parameters, whole_model
 
 _AUXILIARY = re.compile(
     r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints saved it all the same

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model.attention.backend import choose
 from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.attention.cpu.decode import plan_decode
 from actors.model.attention.cpu.flash import flash, flash_with_lse
 from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.merge import merge
+from actors.model.attention_selection import choose
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Run, source
 from actors.model.step.batch import Batch

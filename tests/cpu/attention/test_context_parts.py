@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from actors.model.attention.context.sights import sights
-from actors.model.attention.cpu.decode import decode_row
 from actors.model.attention.cpu.flash import flash_with_lse
+from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial, choose_cuda_partial
+from actors.model.attention.decode_row import decode_row
 from actors.model.attention.eager import written_attention
-from actors.model.attention.partial import CpuPartial
 from actors.model.attention.parts import Sum, merge_packed, pack, unpack
 from actors.model.kv.kv_cache import KVCache
 from placement.ownership.context import Ownership, spans

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.model.attention.backend import choose
 from actors.model.attention.cpu.backend import CpuAttention
-from actors.model.attention.cpu.decode import decode_row
+from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial
-from actors.model.attention.partial import CpuPartial
+from actors.model.attention.decode_row import decode_row
+from actors.model.attention_selection import choose
 from actors.model.kv.kv_cache import KVCache
 from actors.model.latent import local
 from actors.model.latent.forms import Absorbed, Naive

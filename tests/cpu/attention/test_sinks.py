@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.model.attention.backend import choose, with_sinks
+from actors.model.attention.backend import with_sinks
 from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention_selection import choose
 from placement.layout.layout import Layout
 from tests.tiny_decoder import chunked, mixed, run, whole
 from tests.tiny_models import tiny

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from actors.engine import loop
-from actors.engine.balancing import Balancing, ExpertBalancer
+from actors.engine.balancing import ExpertBalancer
+from actors.engine.config.balancing import Balancing
 from actors.engine.config.engine_config import EngineConfig
 from actors.model.moe.router import Router
 from actors.wire.messages import ExpertReport, GenerateRequest, SamplingParams

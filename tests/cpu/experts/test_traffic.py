@@ -17,6 +17,7 @@ from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords, groups, talking_axes
+from placement.legality.check import check
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_traffic_counters import Counted, blocks_of, counted, start
 from tests.tiny_models import TinyModel, tiny
@@ -84,7 +85,7 @@ def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, mon
 
     monkeypatch.setattr(AllToAllWay, "counts", noted)
     model, layout = tiny(family), Layout.parse(f"{text},dispatch={dispatch}")
-    assert layout.check(model.spec) == []
+    assert check(layout, model.spec) == []
     plans, shapes = in_lanes(layout.attn_dp)
     found = counted(model, layout, plans)
     assert bool(routed) == (dispatch == "a2a")

@@ -14,6 +14,7 @@ from actors.kv_transfer.pages import copy_slots
 from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
+from placement.legality.check import check
 from placement.ownership.handoff import Copy, Side, head_bytes
 from placement.ownership.handoff_pages import PageTable
 from tests.cpu.engine.test_mixed_load import requests
@@ -60,7 +61,7 @@ def model_of(name: str) -> TinyModel:
 
 
 def legal(name: str, layout: str) -> bool:
-    return not Layout.parse(layout).check(model_of(name).spec)
+    return not check(Layout.parse(layout), model_of(name).spec)
 
 
 def family_for(at: int, *layouts: str) -> str:

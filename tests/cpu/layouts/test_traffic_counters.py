@@ -21,6 +21,7 @@ from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import groups, talking_axes
+from placement.legality.check import check
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
 
@@ -108,7 +109,7 @@ def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch
     """Ragged prompts, one of them in three chunks, whose cached keys travel in the second and stay in the third (cp)."""
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
     model, layout = tiny(family), Layout.parse(layout_text)
-    if illegal := [violation.message for violation in layout.check(model.spec)]:
+    if illegal := [violation.message for violation in check(layout, model.spec)]:
         pytest.skip("; ".join(illegal))
     plans = [
         StepPlan(

@@ -18,10 +18,11 @@ from actors.model.attention.eager import written_attention
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.kv.pages import source
-from placement.cost.memory import BLOCK_TOKENS, kv_bytes_per_token
+from placement.cost.memory import kv_bytes_per_token
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.spec import ModelError
+from placement.ownership.context import BLOCK_TOKENS
 from placement.ownership.shards import shard
 from tests.cpu.checkpoint.test_experts import saved_as
 from tests.cpu.model.test_families import check, sequences_of

@@ -15,6 +15,7 @@ from cluster.render.kuberay import Cloud, manifests
 from cluster.render.serve_file import Deployment
 from placement.checkpoint import header as checkpoint_header
 from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.nodes.assignment import seat
 from placement.nodes.fleet import GIB, Machine, fleet
@@ -95,7 +96,7 @@ def test_manifests_of_random_layouts_are_valid(seed: int) -> None:
     ]
     check_seats(made)
     for pool in made.pools:
-        assert pool.layout.check(smollm2(), pool.fleet.cluster) == []
+        assert check(pool.layout, smollm2(), pool.fleet.cluster) == []
 
 
 def test_every_kind_is_among_the_random_ones() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.replica.roles import Duty, Role, Work, WrongRole
+from actors.wire.roles import Role, Work
+from cluster.replica.roles import Duty, WrongRole
 
 TAKES = {Role.PREFILL: {Work.PROMPT}, Role.DECODE: {Work.REQUEST}, Role.MIXED: {Work.PROMPT, Work.REQUEST}}
 

@@ -7,7 +7,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.engine.balancing import Balancing, ExpertBalancer
+from actors.engine.balancing import ExpertBalancer
+from actors.engine.config.balancing import Balancing
 from actors.engine.config.stats import ExpertStats
 from actors.wire.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
 from placement.experts.expert_map import initial

@@ -10,8 +10,8 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.deployment.proxy import Front
 from serve_app.deployment.settings import ArgumentError, parse_args
+from serve_app.openai.proxy import Front
 from serve_app.openai.request.timeout import timeout_of
 
 Inner = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
-from cluster.replica.roles import Role
+from actors.wire.roles import Role
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing.backend import BackendRefused
 from serve_app.routing.handing_over import PrefillReplicas

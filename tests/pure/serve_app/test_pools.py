@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.replica.roles import Role
+from actors.wire.roles import Role
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from serve_app.deployment import pools

@@ -10,7 +10,7 @@ import pytest
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
-from cluster.replica.roles import Role, Work
+from actors.wire.roles import Role, Work
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing import rendezvous
 from serve_app.routing.backend import BackendRefused, Health

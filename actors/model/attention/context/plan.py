@@ -15,7 +15,7 @@ from actors.model.attention.context.pass_q import QueryExchange
 from actors.model.attention.context.shares import KeyRun, RowShare, Shelf, shares
 from actors.model.attention.context.sights import Sight, sights
 from actors.model.attention.context.visits import Gathered, Ring, Style
-from actors.model.attention.cpu.decode import decode_row
+from actors.model.attention.decode_row import decode_row
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Source, source

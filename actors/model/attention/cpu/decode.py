@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.model.attention.cpu.flash import flash, flash_with_lse
+from actors.model.attention.decode_row import DecodeRow, decode_row
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Source, consecutive, source
 from actors.model.step.batch import Batch
@@ -69,18 +70,6 @@ class DecodeBucket:
         return out.reshape(rows, heads, values.shape[3]), lse.reshape(rows, heads)
 
 
-@dataclass(frozen=True)
-class DecodeRow:
-    """One query, the token `token` of the step, and the blocks its keys are in."""
-
-    token: int
-    blocks: list[int]
-    first: int
-    """First visible token, counted from the start of `blocks`."""
-    stop: int
-    """One past the last visible token, counted likewise."""
-
-
 def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
     """Buckets that together hold every sequence with one query token."""
     return bucketed(_rows(batch, cache.block_size, window), cache)
@@ -90,12 +79,6 @@ def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
     """Buckets that together hold every one of `rows`, each of which sees at least one key."""
     longest_first = sorted(rows, key=lambda row: -len(row.blocks))
     return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
-
-
-def decode_row(token: int, table: list[int], first: int, stop: int, block_size: int) -> DecodeRow:
-    """A row that sees the tokens ``[first, stop)`` of those that lie end to end in the blocks of `table`."""
-    skipped = first // block_size
-    return DecodeRow(token, table[skipped : -(-stop // block_size)], first - skipped * block_size, stop - skipped * block_size)
 
 
 def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[DecodeRow]:

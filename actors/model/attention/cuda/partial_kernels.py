@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.model.attention.cpu.decode import DecodeBucket, DecodeRow, bucketed
+from actors.model.attention.cpu.decode import DecodeBucket, bucketed
 from actors.model.attention.cuda.choose import MOST_HEAD_DIM, Import
+from actors.model.attention.decode_row import DecodeRow
 from actors.model.attention.eager import written_attention
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from placement.cost.memory import (
-    BLOCK_TOKENS,
     MemoryBudgetError,
     RankMemory,
     num_blocks,
@@ -16,6 +15,7 @@ from placement.cost.memory import (
 from placement.layout.layout import Layout, LayoutError
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.ownership.context import BLOCK_TOKENS
 
 
 def shape(hidden: int, layers: int, heads: tuple[int, int, int], wide: int, vocab: int, **changes: object) -> ModelSpec:

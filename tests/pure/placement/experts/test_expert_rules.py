@@ -11,9 +11,10 @@ from placement.cost.step_shape import StepShape
 from placement.experts.expert_map import map_of
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import explain
-from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.layout import Layout, LayoutError
 from placement.layout.mesh import coords
 from placement.legality import rules
+from placement.legality.check import check, require
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
@@ -43,11 +44,11 @@ def nodes(*slots: int) -> ClusterSpec:
     ],
 )
 def test_what_fills_the_stage_is_legal(text: str) -> None:
-    assert Layout.parse(text).check(SPARSE) == []
+    assert check(Layout.parse(text), SPARSE) == []
 
 
 def test_a_dense_model_runs_in_lanes() -> None:
-    assert Layout.parse("attn_dp=3,cp=2,tp=2,pp=2").check(DENSE) == []
+    assert check(Layout.parse("attn_dp=3,cp=2,tp=2,pp=2"), DENSE) == []
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_dense_model_runs_in_lanes() -> None:
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would(
     text: str, field: str, parts: list[str], nearest: str
 ) -> None:
-    [violation] = Layout.parse(text).check(SPARSE)
+    [violation] = check(Layout.parse(text), SPARSE)
     assert violation.field == field
     assert all(part in violation.message for part in parts)
     assert nearest in map(str, map(Layout.parse, violation.suggestions)), violation.suggestions
@@ -85,14 +86,14 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would(
 
 @pytest.mark.parametrize("text", ["tp=2,ep=2", "tp=2,moe_dp=2", "tp=2,redundant_experts=1"])
 def test_a_dense_model_has_no_experts_to_place(text: str) -> None:
-    [violation] = Layout.parse(text).check(DENSE)
+    [violation] = check(Layout.parse(text), DENSE)
     assert violation.field in text
     assert "the model has none" in violation.message
     assert violation.suggestions[0] == "tp=2"
 
 
 def test_lanes_that_do_not_fit_the_cluster_become_fewer() -> None:
-    [violation] = Layout.parse("attn_dp=8,ep=8").check(SPARSE, nodes(3, 2))
+    [violation] = check(Layout.parse("attn_dp=8,ep=8"), SPARSE, nodes(3, 2))
     assert violation.field == "attn_dp"
     assert "attn_dp=4,ep=4" in violation.suggestions
 
@@ -110,7 +111,7 @@ def test_lanes_that_do_not_fit_the_cluster_become_fewer() -> None:
 def test_experts_need_not_divide_and_explain_says_how_they_are_spread(experts: int, text: str, spread: str) -> None:
     model = SPARSE.model_copy(update={"moe": EXPERTS.model_copy(update={"num_experts": experts})})
     layout = Layout.parse(text)
-    assert layout.check(model) == []
+    assert check(layout, model) == []
     assert spread in as_text(explain(model, layout, StepShape.of(1, 1)), "m").splitlines()
     assert [len(shard(model, layout, coords(layout, rank)).experts) for rank in range(layout.world)] == list(
         map_of(model.moe, layout).slots
@@ -125,7 +126,7 @@ def test_fewer_than_no_redundant_experts_are_refused() -> None:
 
 
 def test_a_layout_that_breaks_two_rules_is_told_both() -> None:
-    broken = Layout.parse("tp=9,redundant_experts=2").check(SPARSE)
+    broken = check(Layout.parse("tp=9,redundant_experts=2"), SPARSE)
     assert [violation.field for violation in broken] == ["tp", "redundant_experts"]
     assert "tp=9 is more than the 8 query heads" in broken[0].message
     assert "redundant_experts=2 are copies on other ep ranks, but ep=1" in broken[1].message
@@ -150,9 +151,9 @@ layouts = st.builds(
 @given(layouts, st.sampled_from([DENSE, SPARSE]), st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_every_suggestion_passes(layout: Layout, model: ModelSpec, slots: list[int] | None) -> None:
     cluster = nodes(*slots) if slots else None
-    for violation in layout.check(model, cluster):
+    for violation in check(layout, model, cluster):
         assert violation.suggestions
-        assert all(Layout.parse(text).check(model, cluster) == [] for text in violation.suggestions)
+        assert all(check(Layout.parse(text), model, cluster) == [] for text in violation.suggestions)
 
 
 @settings(deadline=None, max_examples=100)

@@ -12,6 +12,7 @@ from placement.explain.explain_text import as_text
 from placement.explain.explanation import Explanation, as_json, explain
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
+from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import shard
 
@@ -38,7 +39,7 @@ def model(**changes: object) -> ModelSpec:
 
 def explained(text: str, step: StepShape | None = None, **changes: object) -> Explanation:
     spec, layout = model(**changes), Layout.parse(text)
-    assert layout.check(spec) == []
+    assert check(layout, spec) == []
     return explain(spec, layout, step or StepShape.of(1, 1))
 
 

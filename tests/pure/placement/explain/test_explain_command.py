@@ -28,7 +28,7 @@ _CONFIG = {
 
 _LOADED = """
 import sys
-from serve_app import cli
+from serve_app.commands import cli
 try:
     cli.main()
 finally:

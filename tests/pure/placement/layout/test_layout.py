@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.layout.layout import Layout, LayoutError, require
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import check, require
 from placement.legality.suggestions import candidates
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
@@ -166,7 +167,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     ],
 )
 def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
-    assert Layout.parse(text).check(model) == []
+    assert check(Layout.parse(text), model) == []
     require(Layout.parse(text), model, cluster(64, 64, 64))
 
 
@@ -190,14 +191,14 @@ def test_uneven_layouts_are_legal(text: str, model: ModelSpec) -> None:
     ],
 )
 def test_an_illegal_layout_is_refused_with_field_and_numbers(text: str, field: str, numbers: list[str]) -> None:
-    violations = Layout.parse(text).check(toy(), cluster(4, 4))
+    violations = check(Layout.parse(text), toy(), cluster(4, 4))
     found = [violation for violation in violations if violation.field == field]
     assert found
     assert all(any(number in violation.message for violation in found) for number in numbers)
 
 
 def test_slots_left_over_on_several_nodes_do_not_make_a_tp_group() -> None:
-    [violation] = Layout(tp=2, pp=3).check(toy(), cluster(3, 3))
+    [violation] = check(Layout(tp=2, pp=3), toy(), cluster(3, 3))
     assert "3 tp groups of 2 ranks, but only 2 fit" in violation.message
 
 
@@ -205,12 +206,12 @@ def test_slots_left_over_on_several_nodes_do_not_make_a_tp_group() -> None:
     ("changes", "numbers"), [({"intermediate_size": 4}, ["tp=5", "4 MLP"]), ({"vocab_size": 3}, ["tp=5", "3 voc"])]
 )
 def test_every_rank_needs_a_column_and_a_vocabulary_row(changes: dict[str, int], numbers: list[str]) -> None:
-    [violation] = Layout(tp=5).check(toy(**changes))
+    [violation] = check(Layout(tp=5), toy(**changes))
     assert all(number in violation.message for number in numbers)
 
 
 def test_too_large_a_tp_names_the_sizes_that_work_and_a_pipeline() -> None:
-    violations = Layout(tp=16).check(toy(), cluster(8, 8))
+    violations = check(Layout(tp=16), toy(), cluster(8, 8))
     assert [violation.field for violation in violations] == ["tp", "tp"]
     message = violations[0].message
     assert "16" in message
@@ -239,27 +240,27 @@ def test_all_broken_rules_are_in_one_error() -> None:
 
 
 def test_sequence_parallelism_is_kept_where_it_can_be() -> None:
-    [violation] = Layout.parse("tp=10,sp=true").check(toy())
+    [violation] = check(Layout.parse("tp=10,sp=true"), toy())
     assert violation.suggestions == ("tp=9,sp=true", "tp=5,pp=2,sp=true")
 
 
 def test_a_split_by_hand_is_mended_to_the_nearest_one() -> None:
-    [violation] = Layout.parse("pp=3,stage_layers=10/12/9").check(toy(num_layers=30))
+    [violation] = check(Layout.parse("pp=3,stage_layers=10/12/9"), toy(num_layers=30))
     assert violation.suggestions[0] == "pp=3,stage_layers=10/11/9"
 
 
 def test_a_split_without_its_pp_suggests_the_pp_it_names() -> None:
-    suggestions = {text for violation in Layout.parse("stage_layers=2/3").check(toy()) for text in violation.suggestions}
+    suggestions = {text for violation in check(Layout.parse("stage_layers=2/3"), toy()) for text in violation.suggestions}
     assert "pp=2,stage_layers=2/3" in suggestions
 
 
 def test_shares_without_their_tp_suggest_the_tp_they_name() -> None:
-    [violation] = Layout.parse("pp=2,tp_shares=5/2/1,stage_layers=2/3").check(toy())
+    [violation] = check(Layout.parse("pp=2,tp_shares=5/2/1,stage_layers=2/3"), toy())
     assert "tp=3,pp=2,stage_layers=2/3,tp_shares=5/2/1" in violation.suggestions
 
 
 def test_no_suggestion_where_nothing_fits() -> None:
-    violations = Layout().check(toy(), cluster())
+    violations = check(Layout(), toy(), cluster())
     assert violations
     assert all(violation.suggestions == () and "No layout" in violation.message for violation in violations)
 
@@ -277,25 +278,26 @@ def test_every_suggestion_passes(
     layout: Layout, nodes: ClusterSpec | None, kv_heads: int, per_kv: int, layers: int, columns: int
 ) -> None:
     model = toy(num_heads=kv_heads * per_kv, num_kv_heads=kv_heads, num_layers=layers, intermediate_size=columns, vocab_size=20)
-    for violation in layout.check(model, nodes):
+    for violation in check(layout, model, nodes):
         assert violation.suggestions or (nodes is not None and nodes.slots == 0)
         for text in violation.suggestions:
             assert text in violation.message
-            assert Layout.parse(text).check(model, nodes) == []
+            assert check(Layout.parse(text), model, nodes) == []
 
 
 @quick
 @given(layouts, st.lists(st.integers(0, 9), max_size=4), st.integers(1, 12), st.integers(1, 12))
 def test_the_tp_sizes_said_to_work_do(layout: Layout, slots: list[int], layers: int, columns: int) -> None:
     model, nodes = toy(num_layers=layers, intermediate_size=columns), cluster(*slots)
-    assert [other for other in candidates(layout, model, nodes) if other.check(model, nodes)] == []
-    assert [other for other in candidates(layout, model, None) if other.check(model)] == []
+    assert [other for other in candidates(layout, model, nodes) if check(other, model, nodes)] == []
+    assert [other for other in candidates(layout, model, None) if check(other, model)] == []
 
 
 _CHILD = """
 import sys
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from placement.layout.layout import Layout, require
+from placement.layout.layout import Layout
+from placement.legality.check import require
 from placement.model.spec import ModelSpec
 
 model = ModelSpec(family="llama", hidden_size=64, num_layers=5, num_heads=24, num_kv_heads=8, head_dim=8, intermediate_size=96,

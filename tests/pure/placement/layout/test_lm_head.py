@@ -12,6 +12,7 @@ from placement.explain.explanation import explain
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage, spared_bytes
 from placement.layout.mesh import coords, groups, talking_axes
+from placement.legality.check import check
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import shard
@@ -91,15 +92,15 @@ def test_the_rule() -> None:
 )
 def test_a_head_that_cannot_be_dealt_is_refused_with_what_would_work(text: str, changes: dict[str, object], why: str) -> None:
     spec = model(100, 64, **changes)
-    [broken] = Layout.parse(text).check(spec)
+    [broken] = check(Layout.parse(text), spec)
     assert broken.field == "lm_head"
     assert why in broken.message
     assert broken.suggestions
-    assert all(Layout.parse(each).check(spec) == [] for each in broken.suggestions)
+    assert all(check(Layout.parse(each), spec) == [] for each in broken.suggestions)
 
 
 def test_another_mistake_keeps_the_head_where_it_was_asked_for() -> None:
-    [broken] = Layout.parse("attn_dp=2,tp=2,ep=3,lm_head=stage").check(model(100, 64))
+    [broken] = check(Layout.parse("attn_dp=2,tp=2,ep=3,lm_head=stage"), model(100, 64))
     assert all("lm_head=stage" in each for each in broken.suggestions)
 
 
@@ -119,7 +120,7 @@ def test_every_vocabulary_row_is_in_one_head_of_a_stage() -> None:
 
 def test_tied_embeddings_on_other_stages_are_dealt() -> None:
     spec, layout = model(1000, 64, tie_embeddings=True), Layout.parse("attn_dp=2,pp=2,lm_head=stage")
-    assert layout.check(spec) == []
+    assert check(layout, spec) == []
     first, last = (shard(spec, layout, coords(layout, rank)) for rank in (0, 2))
     assert len(first.vocab) >= 1000
     assert len(last.head_vocab) == pytest.approx(500, abs=64)

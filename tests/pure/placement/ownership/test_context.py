@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
-from placement.legality.rules import legal_dcp
+from placement.legality.check import check
+from placement.legality.dcp_sizes import legal_dcp
 from placement.model.spec import ModelSpec
 from placement.ownership import shards
 from placement.ownership.context import Overlap, Ownership, Place, chunks, is_split, passes_kv, restored_order, spans, zigzag
@@ -185,25 +186,25 @@ def test_what_the_front_door_accepts_the_ranks_can_build(kv_heads: int, tp: int,
     groups = mesh.groups(layout, "dcp")
     held = [{shards.shard(spec, layout, mesh.coords(layout, rank)).kv_heads for rank in group} for group in groups]
     builds = all(len(group) == dcp for group in groups) and (dcp == 1 or all(len(k) == 1 == len(*k) for k in held))
-    violations = [violation for violation in layout.check(spec) if violation.field == "dcp"]
+    violations = [violation for violation in check(layout, spec) if violation.field == "dcp"]
     assert (violations == []) == builds
     for violation in violations:
         assert str(dcp) in violation.message
         assert f"the {kv_heads} KV heads" in violation.message
         assert violation.suggestions
-        assert all(Layout.parse(text).check(spec) == [] for text in violation.suggestions)
+        assert all(check(Layout.parse(text), spec) == [] for text in violation.suggestions)
 
 
 def test_a_refused_dcp_names_the_sizes_that_work() -> None:
-    [violation] = Layout(tp=8, dcp=4).check(model(24, 4))
+    [violation] = check(Layout(tp=8, dcp=4), model(24, 4))
     assert "dcp=4" in violation.message
     assert "2, 2, 2, 2 ranks" in violation.message
     assert "with tp=8 dcp can be 1-2" in violation.message
     assert "tp=8,dcp=2" in violation.suggestions
-    [violation] = Layout(tp=4, dcp=2).check(model(24, 8))
+    [violation] = check(Layout(tp=4, dcp=2), model(24, 8))
     assert "tp=4 is no more than the 8 KV heads" in violation.message
 
 
 def test_a_cp_style_without_cp_is_refused() -> None:
-    [violation] = Layout(cp_style="allgather").check(model(24, 4))
+    [violation] = check(Layout(cp_style="allgather"), model(24, 4))
     assert (violation.field, violation.suggestions) == ("cp_style", ("tp=1",))

@@ -16,6 +16,7 @@ from placement.cost.traffic import rank_traffic
 from placement.layout.layout import Layout
 from placement.layout.mesh import GROUP_AXES, coords, groups, talking_axes
 from placement.layout.partition import deal
+from placement.legality.check import check
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
@@ -96,7 +97,7 @@ def shapes(spec: ModelSpec, layout: Layout, rank: int) -> dict[str, tuple[int, .
 
 def test_sixteen_whole_experts_of_256_on_each_of_16_ranks() -> None:
     layout, spec = Layout.parse("tp=16,ep=16"), model(256, top_k=8)
-    assert layout.check(spec) == []
+    assert check(layout, spec) == []
     assert layout.moe_tp == 1
     assert [shard(spec, layout, coords(layout, rank)).experts for rank in (0, 15)] == [
         tuple(range(16)),
@@ -138,8 +139,8 @@ def test_lanes_hand_in_their_own_tokens(lanes: list[list[int]], cp: int, tp: int
 
 def test_a_tp_wider_than_an_expert_is_legal_where_experts_are_whole() -> None:
     spec = model(16, expert_size=4)
-    assert Layout.parse("tp=16,ep=16").check(spec) == []
-    [violation] = Layout.parse("tp=16").check(spec)
+    assert check(Layout.parse("tp=16,ep=16"), spec) == []
+    [violation] = check(Layout.parse("tp=16"), spec)
     assert "moe_tp=16 is more than the 4 columns" in violation.message
 
 

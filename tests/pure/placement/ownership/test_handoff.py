@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from placement.explain.handoff_text import explain_handoff, handoff_text
 from placement.layout.layout import Layout
+from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.ownership.context import Ownership
 from placement.ownership.handoff import Copy, Side, handoff, holdings, sequence_bytes
@@ -78,7 +79,7 @@ def test_ranks_that_keep_the_same_are_even_within_a_layer(data: st.DataObject, s
 )
 def test_between_equal_layouts_every_rank_copies_to_its_own_number(text: str) -> None:
     spec, side = heads_model(2, 4), Side(Layout.parse(text))
-    assert side.layout.check(spec) == []
+    assert check(side.layout, spec) == []
     assert all(copy.source == copy.destination for copy in handoff(spec, side, side, range(100)))
 
 

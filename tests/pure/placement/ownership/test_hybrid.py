@@ -17,7 +17,8 @@ from placement.explain.explain_text import as_text
 from placement.explain.explanation import as_json, explain
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
-from placement.legality.rules import legal_dcp
+from placement.legality.check import check
+from placement.legality.dcp_sizes import legal_dcp
 from placement.model.spec import ModelError, ModelSpec
 from placement.ownership.handoff import Side, handoff
 from placement.ownership.shards import parameters, shard, whole_model
@@ -163,14 +164,14 @@ def test_dcp_must_suit_both_kinds(kv: int, window_kv: int, tp: int, legal: list[
     assert legal_dcp(model, tp) == legal
     for dcp in range(1, tp + 1):
         if tp % dcp == 0:
-            assert (Layout(tp=tp, dcp=dcp).check(model) == []) == (dcp in legal)
+            assert (check(Layout(tp=tp, dcp=dcp), model) == []) == (dcp in legal)
 
 
 def test_the_kind_that_forbids_a_dcp_is_named() -> None:
-    (broken,) = Layout(tp=4, dcp=2).check(toy(2, 4))
+    (broken,) = check(Layout(tp=4, dcp=2), toy(2, 4))
     assert "the 4 KV heads (swa_num_key_value_heads)" in broken.message
     assert broken.suggestions
-    (broken,) = Layout(tp=4, dcp=2).check(toy(4, 2))
+    (broken,) = check(Layout(tp=4, dcp=2), toy(4, 2))
     assert "the 4 KV heads (num_key_value_heads)" in broken.message
 
 

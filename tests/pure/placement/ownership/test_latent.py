@@ -17,7 +17,8 @@ from placement.explain.explain_text import as_text
 from placement.explain.explanation import explain
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords
-from placement.legality.rules import legal_dcp
+from placement.legality.check import check
+from placement.legality.dcp_sizes import legal_dcp
 from placement.model.mla_spec import MLASpec
 from placement.model.spec import ModelError, ModelSpec
 from placement.ownership.shards import parameters, shard
@@ -116,10 +117,10 @@ def test_dcp_is_any_divisor_of_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def test_a_dcp_that_does_not_divide_is_refused(spec: ModelSpec) -> None:
-    [violation] = Layout(tp=6, dcp=4).check(spec)
+    [violation] = check(Layout(tp=6, dcp=4), spec)
     assert "all 6 tp ranks hold the same latents" in violation.message
     assert "with tp=6 dcp can be 1-3, 6" in violation.message
-    assert all(Layout.parse(text).check(spec) == [] for text in violation.suggestions)
+    assert all(check(Layout.parse(text), spec) == [] for text in violation.suggestions)
 
 
 @pytest.mark.parametrize("tp", [1, 3, 8])
@@ -127,7 +128,7 @@ def test_a_dcp_that_does_not_divide_is_refused(spec: ModelSpec) -> None:
 def test_heads_are_split_and_latents_are_whole(tmp_path: Path, q_lora_rank: int | None, tp: int) -> None:
     """Every row of a split matrix is on one rank, every row of the others on all; any split of heads is legal."""
     spec, layout = spec_of(tmp_path, q_lora_rank=q_lora_rank, num_hidden_layers=1, first_k_dense_replace=1), Layout(tp=tp)
-    assert layout.check(spec) == []
+    assert check(layout, spec) == []
     held: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     for rank in range(tp):

@@ -14,17 +14,10 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords
 from placement.layout.partition import deal, split_hands
 from placement.layout.stages import partition
+from placement.legality.check import check
 from placement.model.spec import ModelSpec
-from placement.ownership.shards import (
-    Shard,
-    columns,
-    heads,
-    parameters,
-    shard,
-    stage_layers,
-    vocabulary,
-    weight_elements,
-)
+from placement.ownership.shard import Shard
+from placement.ownership.shards import columns, heads, parameters, shard, stage_layers, vocabulary, weight_elements
 from placement.ownership.weight_slices import Parameter
 
 quick = settings(deadline=None, max_examples=80)
@@ -187,7 +180,7 @@ def test_every_layer_is_on_exactly_one_stage(num_stages: int) -> None:
     for num_layers in range(1, 71):
         model, layout = toy(num_layers=num_layers), Layout(pp=num_stages)
         if num_layers < num_stages:
-            assert [violation.field for violation in layout.check(model)] == ["pp"]
+            assert [violation.field for violation in check(layout, model)] == ["pp"]
             continue
         stages = [shard(model, layout, coords(layout, stage)).layers for stage in range(num_stages)]
         assert [layer for stage in stages for layer in stage] == list(range(num_layers))

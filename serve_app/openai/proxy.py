@@ -19,7 +19,7 @@ from serve_app.openai.request.errors import ApiError
 from serve_app.openai.request.request_id import HEADER, choose
 from serve_app.openai.request.timeout import hide_timeout
 
-SETTING = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.deployment.proxy.in_front"}
+SETTING = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.openai.proxy.in_front"}
 
 _LOST = ApiError(503, "The server lost the process that was answering; ask again.", code="ingress_lost")
 

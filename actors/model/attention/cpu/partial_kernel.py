@@ -1,0 +1,34 @@
+"""Partial attention on CPU, with torch's flash operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actors.model.attention.cpu.decode import bucketed
+from actors.model.attention.cpu.flash import flash_with_lse
+from actors.model.attention.decode_row import DecodeRow
+from actors.model.attention.partial import PagedTask
+from actors.model.kv.kv_cache import KVCache
+
+
+class CpuPartial:
+    """torch's flash operator, and buckets of gathered pages."""
+
+    name = "torch flash (CPU)"
+
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+
+    def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        return bucketed(rows, cache)

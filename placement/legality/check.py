@@ -1,0 +1,47 @@
+"""The one validator of layouts: every broken rule at once, each with the nearest legal layouts."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from placement.layout.layout import Layout, LayoutError
+from placement.legality import suggestions
+from placement.legality.rules import broken
+from placement.model.spec import ModelSpec
+from placement.nodes.hardware import ClusterSpec
+
+
+class Violation(BaseModel):
+    """One broken rule. `suggestions` are the nearest legal layouts as text; each passes `check` itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    field: str
+    message: str
+    suggestions: tuple[str, ...] = ()
+
+
+def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
+    """Every rule that a layout breaks for a model (on a cluster, where one is given), each with the nearest legal layouts.
+
+    Empty: the layout is legal.
+    """
+    found = broken(layout, model, cluster)
+    if not found:
+        return []
+    among = suggestions.candidates(layout, model, cluster)
+
+    def violation(field: str, sentence: str) -> Violation:
+        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, model, cluster))
+        sizes = f" tp sizes that work: {suggestions.sizes(other.tp for other in among)}." if field == "tp" and legal else ""
+        tries = f" Try {' or '.join(map(str, legal))}." if legal else " No layout of this model fits here."
+        return Violation(field=field, message=f"{sentence}.{sizes}{tries}", suggestions=tuple(map(str, legal)))
+
+    return [violation(field, sentence) for field, sentence in found]
+
+
+def require(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> None:
+    """Raise `LayoutError` with every broken rule in one message, unless the layout is legal."""
+    violations = check(layout, model, cluster)
+    if violations:
+        raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))

@@ -1,0 +1,29 @@
+"""The decode context parallel sizes (dcp) that a tp group can have."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from placement.layout.partition import Shares
+from placement.model.attention_kind import AttentionKind
+from placement.model.spec import ModelSpec
+from placement.ownership.shards import heads
+
+
+def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
+    """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
+
+    With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
+    and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
+    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
+    heads, the runs must hold in both kinds.
+    """
+    return sorted(set.intersection(*(set(legal_dcp_of_kind(kind, tp, shares)) for kind in model.kinds)))
+
+
+def legal_dcp_of_kind(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:
+    """`legal_dcp` for the layers of one attention kind."""
+    if tp <= kind.num_kv_heads:
+        return [1]
+    holders = Counter(own.start for _, own in heads(kind, tp, shares)).values()
+    return [size for size in range(1, min(holders) + 1) if all(count % size == 0 for count in holders)]
