@@ -28,8 +28,8 @@ from typing import Any
 
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.engine import Engine
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.rank_config import RankConfig
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.checkpoint import header
 from placement.layout.layout import Layout
 from serve_app.deployment.catalog import resolve

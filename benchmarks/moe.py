@@ -35,7 +35,7 @@ from actors.model.moe.build import mixture
 from actors.model.moe.exchanges import ExchangesByRule
 from actors.model.moe.keeper import ExpertKeeper
 from actors.model.step.regions import Regions
-from actors.wire.messages import StepPlan
+from actors.wire.plans import StepPlan
 from placement.cost import expert_modes
 from placement.experts.expert_map import balancedness, bound
 from placement.layout import mesh

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.engine.link.token_stream import ReplyTo
-from actors.wire.messages import GenerateRequest
+from actors.wire.requests import GenerateRequest
 from actors.wire.roles import Role
 from cluster.replica.roles import Duty, DutyReport
 

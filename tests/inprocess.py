@@ -15,8 +15,8 @@ from actors.groups.solo import SoloGroup
 from actors.model.decoder import Decoder
 from actors.rank.assembly import DTYPES, Parts, load_decoder
 from actors.rank.threads import start_ranks
-from actors.wire.messages import GenerateRequest, TokenEvent
 from actors.wire.rank_config import RankConfig
+from actors.wire.requests import GenerateRequest, TokenEvent
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import DType

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from actors.rank.threads import ThreadRanks
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_decoder import Schedule

@@ -16,7 +16,8 @@ from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_transfer.local import LocalTransfer, LocalTransport, Switchboard
 from actors.kv_transfer.transport import Ranges, TransferError
-from actors.wire.messages import GenerateRequest, KVReader, KVReport, KVTicket, TokenEvent
+from actors.wire.kv import KVReader, KVReport, KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from tests.inprocess import InProcess
 from tests.pools import Lost, Pools
 

@@ -21,7 +21,8 @@ from actors.kv_transfer.courier import Courier
 from actors.kv_transfer.local import LocalTransport, Switchboard
 from actors.kv_transfer.transport import Transport
 from actors.rank.assembly import Parts
-from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel

@@ -19,7 +19,8 @@ from typing import Protocol
 
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.stats import ExpertStats
-from actors.wire.messages import ExpertMove, ExpertReport, StepPlan
+from actors.wire.experts import ExpertMove, ExpertReport
+from actors.wire.plans import StepPlan
 from placement.experts.expert_map import ExpertMap
 from placement.experts.rebalancer import Costs, Decision, Watch
 

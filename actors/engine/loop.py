@@ -26,7 +26,9 @@ from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, chec
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.deliveries import Deliver, Deliveries
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import GenerateRequest, StepPlan, StepResult, TokenEvent
+from actors.wire.plans import StepPlan
+from actors.wire.requests import GenerateRequest, TokenEvent
+from actors.wire.results import StepResult
 
 _GLANCE_S = 0.1
 """How often a loop that waits for its ranks looks whether it was stopped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.messages import GenerateRequest
+from actors.wire.requests import GenerateRequest
 
 _LARGEST_TOKEN = 2**31
 

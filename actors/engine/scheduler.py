@@ -34,17 +34,10 @@ from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.roster import Roster
 from actors.engine.sequences.sequence import Sequence, State
 from actors.engine.sequences.waiting import WaitingQueue
-from actors.wire.messages import (
-    FinishReason,
-    KVReport,
-    PromptLogprobs,
-    Row,
-    Sampled,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-    TokenLogprob,
-)
+from actors.wire.kv import KVReport
+from actors.wire.plans import Row, StepPlan
+from actors.wire.requests import FinishReason, TokenEvent, TokenLogprob
+from actors.wire.results import PromptLogprobs, Sampled, StepResult
 
 _WRITES_NO_MORE = ("handoff", "abort", "deadline")
 """Last events of a prefill engine that come when its ranks have stopped writing; of an ``error`` nobody knows."""

@@ -15,7 +15,7 @@ import msgpack
 from pydantic import ValidationError
 
 from actors.kv_offload.piece import BlockName, Piece
-from actors.wire.messages import Message
+from actors.wire.message import Message
 
 VERSION = 1
 _MAGIC = b"SWKV"

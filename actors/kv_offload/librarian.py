@@ -21,7 +21,8 @@ from actors.kv_offload.piece import Form
 from actors.kv_offload.rank_blocks import RankBlocks
 from actors.kv_offload.tiers import Tiers
 from actors.model.kv.kv_caches import KVCaches
-from actors.wire.messages import KVFetch, KVReport, StepPlan
+from actors.wire.kv import KVFetch, KVReport
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
 from actors.wire.tier_settings import TierSettings
 from placement.layout import mesh

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.wire.messages import Message
+from actors.wire.message import Message
 from placement.model.spec import DType, ModelSpec
 
 PROTOCOL = 1

@@ -19,7 +19,8 @@ from actors.kv_transfer.queue_order import queue_order
 from actors.kv_transfer.transport import TransferError, Transport
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
-from actors.wire.messages import KVExpect, KVReader, KVReport, KVSend, KVSent, StepPlan
+from actors.wire.kv import KVExpect, KVReader, KVReport, KVSend, KVSent
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout

@@ -25,7 +25,7 @@ from actors.kv_transfer.pages import CacheShape, copy_ranges, copy_slots
 from actors.kv_transfer.staging import Staging, gather, is_small, scatter
 from actors.kv_transfer.transport import STAGING, Notice, Ranges, Transfer, TransferError, Transport, flat_bytes
 from actors.model.kv.kv_cache import KVCache
-from actors.wire.messages import Message
+from actors.wire.message import Message
 from placement.ownership.handoff import Copy, Holding
 from placement.ownership.handoff_pages import PageTable
 from placement.ownership.handoff_positions import Positions

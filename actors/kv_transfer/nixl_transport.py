@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from actors.kv_transfer.transport import Notice, Ranges, TransferError, checked_pools
-from actors.wire.messages import Message
+from actors.wire.message import Message
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 """Modules that NIXL comes as, by the CUDA version they were built for; either works without a GPU."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from actors.kv_transfer.endpoint import KVEndpoint, Peer, Place, Sending, StagingFullError
 from actors.kv_transfer.transport import TransferError
-from actors.wire.messages import KVSend, KVSent
+from actors.wire.kv import KVSend, KVSent
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership.handoff import Copy, Side, handoff, holdings

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kv_transfer.transport import Ranges
 from actors.model.kv.kv_cache import KVCache
-from actors.wire.messages import Message
+from actors.wire.message import Message
 from placement.ownership.handoff import Copy, Holding
 from placement.ownership.handoff_pages import PageTable, page_ranges
 

@@ -36,8 +36,9 @@ from actors.rank.head import LaneHead, StageHead
 from actors.rank.pipeline import Pipeline
 from actors.rank.runner import Runner
 from actors.sampling.sampler import Sampler
-from actors.wire.messages import StepPlan, StepResult
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
+from actors.wire.results import StepResult
 from placement.layout import mesh, sequence_parallel
 from placement.model.digest import model_digest
 from placement.ownership import shards

@@ -25,7 +25,9 @@ from actors.model.step.batch import Batch
 from actors.rank.head import Head
 from actors.rank.pipeline import Pipeline
 from actors.sampling.sampler import Sampler, SampleRow
-from actors.wire.messages import PromptLogprobs, Row, Sampled, SamplingParams, SequenceStart, StepPlan, StepResult
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
+from actors.wire.results import PromptLogprobs, Sampled, StepResult
 from placement.ownership.context import Place, is_split, restored_order
 from placement.ownership.expert_tokens import Lanes
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from actors.engine.link.link import LinkClosed, LinkTimeout, PlanLink
 from actors.groups.group import Group
 from actors.rank.assembly import Parts
-from actors.wire.messages import StepPlan
+from actors.wire.plans import StepPlan
 from placement.layout import mesh
 
 _LISTEN_S = 3600.0

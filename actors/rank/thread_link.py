@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 from actors.engine.link.joining import ResultJoiner
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
-from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.plans import StepPlan
+from actors.wire.results import StepResult
 
 _GLANCE_S = 0.001
 """How often a maker of plans that waits for news of hand-offs looks for them."""

@@ -24,8 +24,11 @@ from actors.groups.thread import thread_groups
 from actors.rank.assembly import Parts, load_decoder, put_together
 from actors.rank.stepping import close_groups, run_plans
 from actors.rank.thread_link import ThreadLink
-from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
+from actors.wire.results import StepResult
 from placement.layout import mesh
 from placement.layout.layout import Layout
 

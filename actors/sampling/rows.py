@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.wire.messages import SamplingParams, TokenLogprob
+from actors.wire.requests import SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow fp32 before it changed the choice."""

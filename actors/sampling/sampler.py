@@ -21,7 +21,7 @@ from actors.sampling.edits import edit
 from actors.sampling.kinds import kinds
 from actors.sampling.rows import Choice, SampleRow, is_edited
 from actors.sampling.shard import VocabShard
-from actors.wire.messages import TokenLogprob
+from actors.wire.requests import TokenLogprob
 
 __all__ = ["Choice", "SampleRow", "Sampler"]
 

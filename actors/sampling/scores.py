@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.sampling.best import best
 from actors.sampling.blocks import blocks
 from actors.sampling.shard import VocabShard
-from actors.wire.messages import TokenLogprob
+from actors.wire.requests import TokenLogprob
 
 FLOOR = -9999.0
 """Log-probability reported for an impossible token (and for NaN): JSON has no infinities."""

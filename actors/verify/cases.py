@@ -16,7 +16,8 @@ import random
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 
 Key = tuple[int, int]
 """(sequence id, position): names a token of a run."""

@@ -20,7 +20,7 @@ from actors.verify.measure import Distance, Measure
 from actors.verify.ranks import Ran
 from actors.verify.recorder import EMBEDDING
 from actors.verify.report import CaseReport, Departure, Disagreement
-from actors.wire.messages import StepResult
+from actors.wire.results import StepResult
 
 _ABSOLUTE = 1e-4
 _OF_LARGEST = 1e-5

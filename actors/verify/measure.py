@@ -11,7 +11,8 @@ from torch import Tensor
 
 from actors.verify.cases import Key, Text, planned_keys, sampled_keys, text_of
 from actors.verify.ranks import Ran
-from actors.wire.messages import StepPlan, StepResult
+from actors.wire.plans import StepPlan
+from actors.wire.results import StepResult
 from placement.ownership.shard import Shard
 
 

@@ -10,7 +10,8 @@ import random
 from dataclasses import replace
 
 from actors.verify.cases import Case
-from actors.wire.messages import ExpertMove, StepPlan
+from actors.wire.experts import ExpertMove
+from actors.wire.plans import StepPlan
 from placement.experts.expert_map import ExpertMap, map_of, place
 from placement.experts.moves import moves
 from placement.layout.layout import Layout

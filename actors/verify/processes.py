@@ -42,8 +42,9 @@ from actors.verify.wire import (
     unpack_records,
 )
 from actors.verify.worker import work
-from actors.wire.messages import StepPlan, StepResult
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig, Rendezvous
+from actors.wire.results import StepResult
 from placement.layout import mesh
 
 _START_S = 120.0

@@ -13,8 +13,9 @@ from actors.rank.assembly import Parts
 from actors.rank.threads import ThreadRanks
 from actors.verify.recorder import Recorder, StepRecord
 from actors.verify.routes import Routes, replay
-from actors.wire.messages import StepPlan, StepResult
+from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
+from actors.wire.results import StepResult
 
 STEP_S = 60.0
 """How long a step may take before its ranks count as stuck."""

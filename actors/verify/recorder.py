@@ -19,7 +19,9 @@ from actors.model.step.regions import Regions, Scattered
 from actors.rank.assembly import Parts, StepRunner
 from actors.rank.runner import SCORED_ROWS
 from actors.verify.cases import Key
-from actors.wire.messages import Row, SamplingParams, StepPlan, StepResult
+from actors.wire.plans import Row, StepPlan
+from actors.wire.requests import SamplingParams
+from actors.wire.results import StepResult
 from placement.layout import mesh
 
 EMBEDDING = -1

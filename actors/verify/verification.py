@@ -26,8 +26,9 @@ from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.rank_config import RankConfig
+from actors.wire.requests import SamplingParams
 from placement.layout import mesh, sequence_parallel
 from placement.layout.layout import Layout
 from placement.model.spec import DType

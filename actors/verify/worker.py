@@ -28,7 +28,10 @@ from actors.verify.wire import (
     pack_records,
     unpack_start,
 )
-from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.plans import StepPlan
+from actors.wire.results import StepResult
 
 
 def work(pipe: Connection) -> None:

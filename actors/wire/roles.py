@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from actors.wire.messages import GenerateRequest
+from actors.wire.requests import GenerateRequest
 
 
 class Work(StrEnum):

@@ -22,7 +22,7 @@ from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.engine.refusal import RequestRefused
-from actors.wire.messages import GenerateRequest, TokenEvent
+from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, Work
 from cluster.replica import launch, seats
 from cluster.replica.roles import Duty, DutyReport

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from actors.wire.messages import GenerateRequest, TokenEvent
+from actors.wire.requests import GenerateRequest, TokenEvent
 
 RefusalCode = Literal["prompt_too_long", "engine_busy", "engine_down"]
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 from contextvars import Context
 
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenSender
-from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from serve_app.routing.asking import LOST
 from serve_app.routing.roster import Member, Roster
 

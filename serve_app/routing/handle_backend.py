@@ -21,7 +21,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from actors.engine.link.token_stream import TokenReceiver
-from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from serve_app.routing.asking import LOST, ask_all
 from serve_app.routing.backend import BackendRefused, Health
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.wire.messages import GenerateRequest, KVTicket, SamplingParams
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, SamplingParams
 from actors.wire.roles import Role, Work
 from cluster.replica.roles import DutyReport
 from serve_app.routing import role_change

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import ray
 from ray.util.placement_group import placement_group
 
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from cluster.embedded import local
 from cluster.replica import seats
 from cluster.replica.replica import Replica

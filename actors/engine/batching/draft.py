@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import Row, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
 
 
 @dataclass(slots=True)

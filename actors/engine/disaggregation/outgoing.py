@@ -19,7 +19,8 @@ from enum import IntEnum
 from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import KVReport, KVSend, KVSent, KVTicket, TokenEvent
+from actors.wire.kv import KVReport, KVSend, KVSent, KVTicket
+from actors.wire.requests import TokenEvent
 
 _WORD_EVERY_S = 1.0
 _ALIVE_S = 4.0

@@ -21,7 +21,8 @@ from enum import IntEnum
 from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import KVExpect, KVReader, KVReport, KVTicket, TokenEvent
+from actors.wire.kv import KVExpect, KVReader, KVReport, KVTicket
+from actors.wire.requests import TokenEvent
 
 
 class Stage(IntEnum):

@@ -23,7 +23,7 @@ from actors.engine.kv.prefix import BlockHash
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.piece import Form
-from actors.wire.messages import KVFetch, KVReport, KVSave
+from actors.wire.kv import KVFetch, KVReport, KVSave
 
 
 @dataclass(eq=False, slots=True)

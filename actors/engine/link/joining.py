@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from actors.engine.link.link import LinkError
-from actors.wire.messages import StepResult
+from actors.wire.results import StepResult
 
 
 class ResultJoiner:

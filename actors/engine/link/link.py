@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from actors.wire.messages import ExpertReport, KVReport, StepPlan, StepResult
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.plans import StepPlan
+from actors.wire.results import StepResult
 
 
 class LinkError(RuntimeError):

@@ -15,18 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
-from actors.wire.messages import (
-    ExpertReport,
-    KVReport,
-    PromptLogprobs,
-    Row,
-    Sampled,
-    SamplingParams,
-    SequenceStart,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-)
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams, TokenLogprob
+from actors.wire.results import PromptLogprobs, Sampled, StepResult
 
 _PRIME = (1 << 61) - 1
 

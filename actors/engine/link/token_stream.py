@@ -23,7 +23,8 @@ import zmq
 import zmq.asyncio
 from pydantic import ValidationError
 
-from actors.wire.messages import Message, TokenEvent, TokenEvents
+from actors.wire.message import Message
+from actors.wire.requests import TokenEvent, TokenEvents
 
 MAX_MESSAGE_BYTES = 1 << 28
 

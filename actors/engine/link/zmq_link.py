@@ -30,7 +30,11 @@ from pydantic import ValidationError
 
 from actors.engine.link.joining import ResultJoiner
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
-from actors.wire.messages import ExpertReport, KVReport, Message, StepPlan, StepResult
+from actors.wire.experts import ExpertReport
+from actors.wire.kv import KVReport
+from actors.wire.message import Message
+from actors.wire.plans import StepPlan
+from actors.wire.results import StepResult
 
 HELLO, PLAN, RESULT, BUSY, EXPERTS, KV, FAILED, BYE = b"H", b"P", b"R", b"T", b"E", b"K", b"F", b"B"
 MAX_MESSAGE_BYTES = 1 << 28

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import FinishReason, PromptLogprobs, TokenEvent, TokenLogprob
+from actors.wire.requests import FinishReason, TokenEvent, TokenLogprob
+from actors.wire.results import PromptLogprobs
 
 
 class ResultMismatch(RuntimeError):

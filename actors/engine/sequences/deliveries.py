@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from actors.wire.messages import TokenEvent
+from actors.wire.requests import TokenEvent
 
 Deliver = Callable[[TokenEvent], None]
 """Called from the engine's thread, one call at a time; must be quick and may raise (which ends that request only)."""

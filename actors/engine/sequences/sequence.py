@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from actors.engine.kv.prefix import PrefixChain
-from actors.wire.messages import FinishReason, GenerateRequest, TokenLogprob
+from actors.wire.requests import FinishReason, GenerateRequest, TokenLogprob
 from placement.model.spec import RopeSpec
 
 NOT_ON_RANKS = -1

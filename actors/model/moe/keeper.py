@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.moe.block import MixtureOfExperts
-from actors.wire.messages import ExpertMove, ExpertReport, LayerReport
+from actors.wire.experts import ExpertMove, ExpertReport, LayerReport
 from placement.experts.expert_map import ExpertMap
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from serve_app.deployment.served_model import ServedModel
 from serve_app.openai.request.errors import invalid, too_long
 from serve_app.openai.request.prompts import Prompt, check_ids

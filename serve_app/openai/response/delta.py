@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from actors.wire.messages import TokenLogprob
+from actors.wire.requests import TokenLogprob
 
 Finish = Literal["stop", "length"]
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from actors.wire.messages import GenerateRequest, TokenEvent
+from actors.wire.requests import GenerateRequest, TokenEvent
 from serve_app.openai.request.errors import ApiError
 from serve_app.openai.response.delta import Delta
 from serve_app.openai.response.writer import Writer

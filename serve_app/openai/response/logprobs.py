@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from actors.wire.messages import TokenLogprob
+from actors.wire.requests import TokenLogprob
 from serve_app.openai.response.delta import Entry
 from serve_app.text.tokenizer import Tokenizer
 

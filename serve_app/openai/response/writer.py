@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from actors.wire.messages import TokenEvent, TokenLogprob
+from actors.wire.requests import TokenEvent, TokenLogprob
 from serve_app.openai.response.delta import Delta, Entry
 from serve_app.text.detokenize import Detokenizer
 from serve_app.text.stop_strings import StopStrings

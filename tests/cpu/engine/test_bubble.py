@@ -12,7 +12,7 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.engine import Engine
 from actors.rank.assembly import Parts
 from actors.rank.threads import ThreadRanks
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.cost.balance import bubble
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from placement.layout.layout import Layout
 from tests.inprocess import in_process
 from tests.tiny_models import tiny

@@ -15,7 +15,7 @@ from actors.engine.config.stats import EngineStats
 from actors.kv_offload.librarian import Librarian
 from actors.kv_offload.piece import Form
 from actors.rank.assembly import Parts
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process

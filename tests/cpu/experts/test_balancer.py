@@ -14,7 +14,8 @@ from actors.engine.balancing import ExpertBalancer
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.engine_config import EngineConfig
 from actors.model.moe.router import Router
-from actors.wire.messages import ExpertReport, GenerateRequest, SamplingParams
+from actors.wire.experts import ExpertReport
+from actors.wire.requests import GenerateRequest, SamplingParams
 from placement.experts.expert_map import ExpertMap, bound
 from placement.experts.moves import moves, settled
 from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, predicted

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from actors.model.moe.homes import Homes
 from actors.rank.threads import ThreadRanks
-from actors.wire.messages import ExpertMove, Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.experts import ExpertMove
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 from placement.experts.expert_map import map_of
 from placement.experts.moves import moves
 from placement.layout.layout import Layout

@@ -19,7 +19,7 @@ from actors.model.moe.experts import Experts, gated_by
 from actors.model.moe.homes import Homes
 from actors.model.moe.keeper import ExpertKeeper
 from actors.model.moe.router import Router
-from actors.wire.messages import ExpertMove
+from actors.wire.experts import ExpertMove
 from placement.experts.expert_map import ExpertMap, initial, place
 from placement.experts.moves import moves, settled
 from placement.layout.partition import deal

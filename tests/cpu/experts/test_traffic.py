@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from actors.model.moe.exchange import AllToAllWay
-from actors.wire.messages import Row, StepPlan
+from actors.wire.plans import Row, StepPlan
 from placement.cost.expert_traffic import Routed, Travels
 from placement.cost.step_shape import RowShape, StepShape
 from placement.cost.traffic import counters, rank_traffic

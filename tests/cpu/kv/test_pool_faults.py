@@ -13,7 +13,7 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.disaggregation import outgoing
 from actors.engine.refusal import RequestRefused
 from actors.kv_transfer import courier
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from tests.inprocess import in_process
 from tests.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
 from tests.pools import pools

@@ -11,7 +11,7 @@ import torch
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.refusal import InvalidRequest
 from actors.kv_transfer.pages import copy_slots
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from placement.legality.check import check

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.inprocess import in_process
 from tests.plan_driver import driver

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel, tiny
 

@@ -12,7 +12,8 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.model.step.batch import Batch
 from actors.rank.runner import Runner
 from actors.rank.threads import ThreadRanks
-from actors.wire.messages import GenerateRequest, Row, SamplingParams, SequenceStart, StepPlan, TokenEvent
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.cpu.engine.test_mixed_load import requests
 from tests.inprocess import in_process, rank_config

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.rank.assembly import Parts
 from actors.rank.head import StageHead
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.cpu.layouts.test_idle_lanes import CONFIG
 from tests.inprocess import in_process
 from tests.tiny_models import tiny

@@ -15,7 +15,8 @@ from actors.rank.assembly import Parts
 from actors.rank.runner import Runner
 from actors.rank.threads import ThreadRanks
 from actors.sampling.sampler import Sampler
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 from placement.cost.step_shape import Choosing, RowShape, StepShape
 from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel

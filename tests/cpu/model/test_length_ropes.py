@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.inprocess import in_process
 from tests.tiny_models import TinyModel, tiny
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from actors.engine.config.engine_config import EngineConfig
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
-from actors.wire.messages import GenerateRequest, SamplingParams
+from actors.wire.requests import GenerateRequest, SamplingParams
 from serve_app.text.model_files import read_text_files
 from tests.inprocess import in_process, whole_decoder
 from tests.smollm2 import QUESTIONS, smollm2, smollm2_file

@@ -6,7 +6,8 @@ import pytest
 
 from actors.engine.link.link import LinkError, LinkTimeout
 from actors.rank.threads import ThreadRanks
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
 from tests.inprocess import rank_config
 from tests.tiny_models import tiny

@@ -19,7 +19,7 @@ from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import run_ranks, thread_groups
 from actors.sampling.sampler import Sampler, SampleRow
-from actors.wire.messages import SamplingParams
+from actors.wire.requests import SamplingParams
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import run_ranks, thread_groups
 from actors.sampling.sampler import Choice, Sampler, SampleRow
-from actors.wire.messages import SamplingParams, TokenLogprob
+from actors.wire.requests import SamplingParams, TokenLogprob
 
 torch.set_num_threads(1)
 

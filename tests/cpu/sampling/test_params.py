@@ -16,7 +16,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from actors.groups.solo import SoloGroup
 from actors.sampling.edits import edit
 from actors.sampling.sampler import Choice, Sampler, SampleRow
-from actors.wire.messages import SamplingParams
+from actors.wire.requests import SamplingParams
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,8 @@ from actors.engine.link.link import LinkError
 from actors.verify.processes import Workers
 from actors.verify.report import Report
 from actors.verify.verification import Verification
-from actors.wire.messages import Row, SamplingParams, SequenceStart, StepPlan
+from actors.wire.plans import Row, SequenceStart, StepPlan
+from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
 from placement.legality import rules
 from tests.inprocess import rank_config

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.engine.balancing import ExpertBalancer
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.stats import ExpertStats
-from actors.wire.messages import ExpertMove, ExpertReport, LayerReport, StepPlan
+from actors.wire.experts import ExpertMove, ExpertReport, LayerReport
+from actors.wire.plans import StepPlan
 from placement.experts.expert_map import initial
 from serve_app.openai.response.metrics import Metrics, exposition
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from actors.wire.messages import SamplingParams, StepPlan
+from actors.wire.plans import StepPlan
+from actors.wire.requests import SamplingParams
 from tests.pure.engine.test_scheduler import Bench, config, request
 
 PREFIX = list(range(16))

@@ -15,7 +15,9 @@ from actors.engine.engine import Engine
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
 from actors.engine.link.scripted import ScriptedRank, continuation
 from actors.engine.link.zmq_link import Hello, ZmqEngineLink, ZmqRankLink
-from actors.wire.messages import GenerateRequest, Row, Sampled, StepPlan, StepResult, TokenEvent
+from actors.wire.plans import Row, StepPlan
+from actors.wire.requests import GenerateRequest, TokenEvent
+from actors.wire.results import Sampled, StepResult
 
 WAIT_S = 20.0
 PLAN = StepPlan(step=0, rows=[Row(sequence_id=1, start=0, count=2, append=[5], new_blocks=[3], sample=True)])

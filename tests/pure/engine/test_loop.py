@@ -19,7 +19,8 @@ from actors.engine.link.scripted import ScriptedLink, continuation, prompt_logpr
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
 from actors.kv_offload.piece import Form
-from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
+from actors.wire.plans import StepPlan
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model

@@ -9,7 +9,8 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.link.scripted import ScriptedRank, continuation
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, TokenEvent
+from actors.wire.plans import StepPlan
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 
 VOCAB = 50
 

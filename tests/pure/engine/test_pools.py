@@ -13,18 +13,10 @@ from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_offload.piece import Form
-from actors.wire.messages import (
-    GenerateRequest,
-    KVReader,
-    KVReport,
-    KVSent,
-    KVTicket,
-    Sampled,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-    TokenLogprob,
-)
+from actors.wire.kv import KVReader, KVReport, KVSent, KVTicket
+from actors.wire.plans import StepPlan
+from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob
+from actors.wire.results import Sampled, StepResult
 from actors.wire.tier_settings import TierSettings
 from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model

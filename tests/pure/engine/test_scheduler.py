@@ -15,7 +15,9 @@ from actors.engine.refusal import InvalidRequest, PromptTooLong, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.answers import ResultMismatch
 from actors.engine.sequences.sequence import Sequence
-from actors.wire.messages import GenerateRequest, SamplingParams, StepPlan, StepResult, TokenEvent
+from actors.wire.plans import StepPlan
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.results import StepResult
 
 VOCAB = 50
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
-from actors.wire.messages import TokenEvent, TokenEvents
+from actors.wire.requests import TokenEvent, TokenEvents
 
 
 async def next_event(queue: asyncio.Queue[TokenEvent]) -> TokenEvent:

@@ -5,7 +5,7 @@ from typing import Any
 from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.sequence import Sequence
 from actors.engine.sequences.waiting import WaitingQueue
-from actors.wire.messages import GenerateRequest
+from actors.wire.requests import GenerateRequest
 
 
 def make(order: int, **changes: Any) -> Sequence:

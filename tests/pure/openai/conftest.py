@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from actors.wire.messages import GenerateRequest, TokenEvent, TokenLogprob
+from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob
 from serve_app.deployment.served_model import ServedModel
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.routing.backend import BackendRefused, Health

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from actors.wire.messages import TokenEvent
+from actors.wire.requests import TokenEvent
 from serve_app.routing.backend import BackendRefused, Health
 
 SECRET = "zebra"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
-from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing.backend import BackendRefused

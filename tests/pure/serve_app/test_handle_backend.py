@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.wire.messages import GenerateRequest, SamplingParams, TokenEvent
+from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from serve_app.routing.handle_backend import HandleBackend
 
 REQUEST = GenerateRequest(request_id="r", prompt=[1], max_tokens=4, sampling=SamplingParams())

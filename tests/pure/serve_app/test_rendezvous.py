@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
-from actors.wire.messages import GenerateRequest, KVTicket, TokenEvent
+from actors.wire.kv import KVTicket
+from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, Work
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing import rendezvous

@@ -1,0 +1,33 @@
+"""The base of every message between processes: msgpack bytes, checked against a schema on arrival.
+
+    ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank                               requests.py, plans.py
+    ingress ←─── TokenEvents ───── engine ←─ StepResult ─ the output rank of each DP rank          results.py
+                                   engine ←─ ExpertReport ─ every rank with experts, on request    experts.py
+                                   engine ←─── KVReport ─── every rank of a pool                   kv.py
+    decode engine ── KVTicket ──→ ingress ── GenerateRequest with it ──→ prefill engine            kv.py
+
+Messages hold token ids, never text of the conversation.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgpack
+from pydantic import BaseModel, ConfigDict
+
+
+class Message(BaseModel):
+    """A value that crosses a process boundary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def pack(self) -> bytes:
+        """This message as msgpack bytes."""
+        packed: bytes = msgpack.packb(self.model_dump())
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The message in `data`. Raises `pydantic.ValidationError` or `msgpack.UnpackException` on anything else."""
+        return cls.model_validate(msgpack.unpackb(data, strict_map_key=False))
