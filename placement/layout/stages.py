@@ -25,7 +25,7 @@ _Cost = tuple[int, int]
 
 
 @lru_cache(maxsize=256)
-def partition(layers: tuple[int, ...], stages: int, embedding: int, head: int) -> tuple[int, ...]:
+def partition_layers(layers: tuple[int, ...], stages: int, embedding: int, head: int) -> tuple[int, ...]:
     """Number of layers of each of `stages` stages; at least one each. Costs in weights; `layers` that of each layer."""
     starts = [0, *accumulate(layers)]
     limit = _least_maximum(starts, stages, head)

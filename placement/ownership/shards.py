@@ -28,7 +28,7 @@ from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import Coords, moe_coords, world_rank
 from placement.layout.partition import Shares, deal, level, split_hands
-from placement.layout.stages import partition
+from placement.layout.stages import partition_layers
 from placement.model.attention_kind import AttentionKind
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
@@ -97,7 +97,7 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return layout.stage_layers
     vocabulary_elements = spec.vocab_size * spec.hidden_size
     of_head = vocabulary_elements // (layout.attn_dp if is_over_stage(spec, layout) else 1)
-    return partition(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=of_head)
+    return partition_layers(_layer_elements(spec), layout.pp, embedding=vocabulary_elements, head=of_head)
 
 
 @lru_cache(maxsize=16)

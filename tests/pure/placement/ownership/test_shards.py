@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords
 from placement.layout.partition import deal, split_hands
-from placement.layout.stages import partition
+from placement.layout.stages import partition_layers
 from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
@@ -218,7 +218,7 @@ def test_no_split_has_a_smaller_largest_stage(layers: tuple[int, ...], data: st.
         tuple(stop - start for start, stop in pairwise((0, *cuts, len(layers))))
         for cuts in combinations(range(1, len(layers)), stages - 1)
     ]
-    found = partition(layers, stages, embedding, head)
+    found = partition_layers(layers, stages, embedding, head)
     assert len(found) == stages
     assert rank(found) == min(map(rank, every))
 
