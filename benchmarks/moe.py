@@ -40,7 +40,7 @@ from placement.cost import expert_modes
 from placement.experts.expert_map import balancedness, bound
 from placement.layout import mesh
 from placement.layout.layout import Layout
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
@@ -110,8 +110,8 @@ def _filled(shape: tuple[int, ...], fp32: bool) -> nn.Parameter:
 
 
 def lanes_of(tokens: int, ranks: int) -> list[list[int]]:
-    """A step of so many decodes, dealt over lanes."""
-    return [[1] * len(hand) for hand in deal(tokens, ranks)]
+    """A step of so many decodes, split over lanes."""
+    return [[1] * len(part) for part in partition(tokens, ranks)]
 
 
 def run_modes(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) -> None:

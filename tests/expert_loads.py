@@ -15,7 +15,7 @@ import numpy as np
 from placement.experts.expert_map import ExpertMap, slots_of_ranks
 
 
-def dealt(old: ExpertMap, draw: random.Random) -> ExpertMap:
+def shuffled(old: ExpertMap, draw: random.Random) -> ExpertMap:
     """Another map of the same slots, at random: as many copies of each expert, no two of them on a rank."""
 
     def row(experts: tuple[int, ...]) -> tuple[int, ...]:

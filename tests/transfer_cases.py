@@ -25,14 +25,14 @@ from tests.handoff_cases import heads_model, latent_model
 CASES: dict[str, tuple[str, str, str, int, int, int]] = {
     "heads split again": ("gqa", "tp=2", "tp=3,pp=2", 16, 32, 33),
     "one KV head on four": ("mqa", "tp=4,pp=2", "tp=3", 16, 16, 17),
-    "positions dealt": ("gqa", "cp=2,tp=2", "cp=3", 32, 16, 200),
+    "positions split": ("gqa", "cp=2,tp=2", "cp=3", 32, 16, 200),
     "latents": ("mla", "tp=3", "tp=2,dcp=2,pp=2", 16, 32, 200),
     "lanes": ("mha", "attn_dp=2,tp=2", "pp=3", 16, 16, 15),
     "uneven": ("gqa", "tp=2,tp_shares=2/1", "pp=2,stage_layers=3/1,tp=3", 16, 32, 1),
 }
 """Model, prefill, decode, tokens of a page on each side, prompt length."""
 
-OVER_NIXL = ("heads split again", "positions dealt", "latents")
+OVER_NIXL = ("heads split again", "positions split", "latents")
 """Those that are tried between processes too: an agent of NIXL takes a while to make on a small machine."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.groups.group import Group
 from actors.model.decoder import Decoder
 from placement.layout.mesh import Coords
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 
 
 class Head(Protocol):
@@ -55,6 +55,6 @@ class StageHead:
         self._decoder, self._group, self._at, self._tp = decoder, group, at, tp
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        shares = [len(hand) for count in counts for hand in deal(count, self._tp)]
-        own = deal(counts[self._at.attn_dp], self._tp)[self._at.tp]
+        shares = [len(part) for count in counts for part in partition(count, self._tp)]
+        own = partition(counts[self._at.attn_dp], self._tp)[self._at.tp]
         return self._decoder.logits(self._group.all_gather(rows[own.start : own.stop], shares))

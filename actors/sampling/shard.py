@@ -1,6 +1,6 @@
 """This rank's slice of the vocabulary, and the one exchange its tp peers need: packed, equal sizes, one all-gather.
 
-    vocab_size 101, three ranks, rows dealt in blocks of 32:
+    vocab_size 101, three ranks, rows split in blocks of 32:
 
     rank 0 [ 0 .. 63 ]   rank 1 [ 64 .. 100 | . . . ]   rank 2 [ . . . . . . ]      . padding: -inf, id 101
              own 64                own 37                       own 0               all are 64 columns wide

@@ -38,7 +38,7 @@ class Text:
 class Pool:
     """The KV blocks a case may use: block j of a sequence lies on owner ``j % owners``, ids count within an owner.
 
-    Each lane has as many of its own; the texts are dealt over the lanes, in every case on others.
+    Each lane has as many of its own; the texts are split over the lanes, in every case on others.
     """
 
     block_size: int

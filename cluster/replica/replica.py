@@ -247,7 +247,7 @@ def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) 
 
 
 def _num_blocks(settings: ReplicaSettings, ranks: launch.Ranks) -> int:
-    """KV blocks of every rank: what the poorest rank can hold, and no more than the engine could ever fill."""
+    """KV blocks of every rank: what the rank with the least memory can hold, and no more than the engine could ever fill."""
     free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
     budget = settings.kv_bytes or (int(0.9 * min(free)) if free else DEFAULT_KV_BYTES)
     needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)

@@ -43,7 +43,7 @@ def reduce_scatter(where: str, axis: str, size: int, tensor_bytes: int, own_byte
 
 
 def all_to_all(where: str, axis: str, size: int, tensor_bytes: int, own_bytes: int, calls: int = 1) -> Entry:
-    """`tensor_bytes` dealt out over the ranks, `own_bytes` of them to this one."""
+    """`tensor_bytes` split over the ranks, `own_bytes` of them to this one."""
     return Entry(where, "all_to_all", axis, size, calls, tensor_bytes, wire.scatter_bytes(tensor_bytes, own_bytes))
 
 

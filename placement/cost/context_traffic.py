@@ -62,7 +62,7 @@ class _Step:
 
     @property
     def split(self) -> list[RowShape]:
-        """Rows dealt over the cp ranks."""
+        """Rows split over the cp ranks."""
         return [row for row in self.step.rows if self._is_split(row)]
 
     @property

@@ -46,7 +46,7 @@ def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float
 
 
 def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
-    """Expected number of ranks a token goes to, `u` above; experts are dealt as evenly as they can be."""
+    """Expected number of ranks a token goes to, `u` above; experts are split as evenly as they can be."""
     return sum(destination_chances(num_experts, top_k, [len(range(rank, num_experts, ranks)) for rank in range(ranks)]))
 
 

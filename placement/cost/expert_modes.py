@@ -1,6 +1,6 @@
 """How tokens meet the experts in a step: the modes, and which one sends least.
 
-With `n` ranks in a MoE copy, `t` tokens handed in by each, rows of `b` bytes, and `u` other ranks a token has business with
+With `n` ranks in a MoE copy, `t` tokens contributed by each, rows of `b` bytes, and `u` other ranks a token has business with
 (`placement.cost.expert_dispatch`), a rank sends in each layer
 
     sum      2 (n-1) t b                         all tokens are on every rank: partial results are added up over the tp group

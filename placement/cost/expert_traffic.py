@@ -25,7 +25,7 @@ from placement.cost.collectives import Entry, all_gather, all_to_all, reduce_sca
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, moe_coords, world_rank
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
 from placement.ownership.shard import Shard
@@ -79,7 +79,7 @@ class Travels:
         return self.num_layers if self.spec.moe is not None and self.spec.moe.shared_size else 0
 
     @property
-    def num_dealt(self) -> int:
+    def num_cp_split(self) -> int:
         """Those of them in a step with tokens that all cp ranks run."""
         return self.num_layers if expert_tokens.num_common(self.new_lens, self.layout.cp) else 0
 
@@ -88,19 +88,19 @@ class Travels:
         return self.layout.ep * self.layout.moe_tp
 
     @property
-    def handed_in(self) -> list[int]:
+    def own_tokens(self) -> list[int]:
         """Own tokens of each rank of the copy."""
         seen = moe_coords(self.layout, world_rank(self.layout, self.at))
-        return expert_tokens.of_copy(expert_tokens.handed_in(self.lanes, self.layout), self.layout, seen.moe_dp)
+        return expert_tokens.of_copy(expert_tokens.own_tokens(self.lanes, self.layout), self.layout, seen.moe_dp)
 
     @property
     def num_calls(self) -> int:
         """Layers in which anything is said in the copy."""
-        return self.num_layers if any(self.handed_in) else 0
+        return self.num_layers if any(self.own_tokens) else 0
 
     @property
     def num_own(self) -> int:
-        return self.handed_in[world_rank(self.layout, self.at) % self.copy_ranks]
+        return self.own_tokens[world_rank(self.layout, self.at) % self.copy_ranks]
 
     def bytes_of(self, rows: int) -> int:
         """Bytes of the hidden states of some tokens."""
@@ -117,7 +117,7 @@ class Travels:
         found = expert_modes.chances(self.spec, self.layout)
         here = found[moe_coords(self.layout, world_rank(self.layout, self.at)).ep]
         sent = self.num_own * self.layout.moe_tp * sum(found)
-        return Routed(round(sent), round(self.num_own * here), round(sum(self.handed_in) * here))
+        return Routed(round(sent), round(self.num_own * here), round(sum(self.own_tokens) * here))
 
 
 def to_experts(rank: Travels) -> Iterator[Entry]:
@@ -136,12 +136,12 @@ def from_experts(rank: Travels, is_scattered: bool) -> Iterator[Entry]:
     """From the results of a rank's experts to what it holds."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":
-        yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.handed_in)), own, calls)
+        yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.own_tokens)), own, calls)
     if rank.mode == "a2a":
         for routed, layers in rank.rows():
             received, kept = rank.bytes_of(routed.received), rank.bytes_of(routed.kept)
             yield all_to_all("mlp output: combined rows", "moe", size, received, kept, layers)
-    if rank.num_dealt or not is_scattered:
+    if rank.num_cp_split or not is_scattered:
         yield all_gather("mlp output: joined", "tp", layout.tp, own, rank.num_layers)
-    share = deal(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.at.cp]
-    yield all_gather("mlp output: joined", "cp", layout.cp, rank.bytes_of(len(share)), rank.num_dealt)
+    share = partition(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.at.cp]
+    yield all_gather("mlp output: joined", "cp", layout.cp, rank.bytes_of(len(share)), rank.num_cp_split)

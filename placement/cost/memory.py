@@ -4,7 +4,7 @@ All ranks use one block table, so all have the same number of blocks: the smalle
 
     budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
 
-With context parallelism a sequence's blocks are dealt over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A
+With context parallelism a sequence's blocks are split over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A
 token still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
 
     cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
@@ -84,7 +84,7 @@ def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
     """Bytes of K and V (or of its latent) one token takes on a rank that holds it, all its layers together.
 
-    KV heads held by several ranks count on each, unless those ranks deal positions out among themselves (dcp).
+    KV heads held by several ranks count on each, unless those ranks split positions among themselves (dcp).
     """
     kept = [len(kv_heads) * kind.kept_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
     return sum(kept[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]

@@ -53,7 +53,7 @@ class StepShape:
         num_sampled: int | None = None,
         lanes: int = 1,
     ) -> StepShape:
-        """`batch` equal rows, dealt over the lanes, of which the first `num_sampled` (all, unless given) choose a token
+        """`batch` equal rows, split over the lanes, of which the first `num_sampled` (all, unless given) choose a token
         greedily."""
         sampled = batch if num_sampled is None else num_sampled
         rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % lanes) for row in range(batch))

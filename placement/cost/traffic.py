@@ -15,7 +15,7 @@ Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a re
 the next layer that needs all tokens, and what arrives from the stage before needs none.
 
 A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
-on the way to experts, and in a head that is dealt over them: every group of a dense layer lies inside one.
+on the way to experts, and in a head that is split over them: every group of a dense layer lies inside one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import HEAD_AXIS, Coords, coords
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.model.spec import DTYPE_BYTES, ModelSpec
 from placement.ownership.context import spans
 from placement.ownership.shard import Shard
@@ -82,7 +82,7 @@ class Seat:
     @property
     def num_own(self) -> int:
         """Tokens that are this rank's own: its share of the tp group's."""
-        return len(deal(self.num_tokens, self.layout.tp)[self.at.tp])
+        return len(partition(self.num_tokens, self.layout.tp)[self.at.tp])
 
     @property
     def num_hidden(self) -> int:
@@ -182,7 +182,7 @@ def attention_output(seat: Seat) -> Iterator[Entry]:
 
 def mlp_input(seat: Seat) -> Iterator[Entry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
-    yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_dealt)
+    yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_cp_split)
     if seat.travels.num_layers:
         yield from to_experts(seat.travels)
 
@@ -208,7 +208,7 @@ def leaving(seat: Seat) -> Iterator[Entry]:
 
 def choosing(seat: Seat) -> Iterator[Entry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
-    dealt over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
+    split over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
     if not seat.own.last_stage or seat.at.cp > 0:
         return
     axis, size, step = "tp", seat.layout.tp, seat.step
@@ -217,9 +217,9 @@ def choosing(seat: Seat) -> Iterator[Entry]:
     rows = [row.choosing for row in step.rows if row.choosing is not None]
     if rows and axis == HEAD_AXIS:
         mine = sum(row.choosing is not None for row in seat.step.rows)
-        yield all_gather("head rows", axis, size, seat.hidden_bytes(len(deal(mine, seat.layout.tp)[seat.at.tp])))
-    ends = [min(hand.stop, seat.spec.vocab_size) for hand in head_vocabulary(seat.spec, seat.layout)]
-    widths = [len(range(hand.start, end)) for hand, end in zip(head_vocabulary(seat.spec, seat.layout), ends, strict=True)]
+        yield all_gather("head rows", axis, size, seat.hidden_bytes(len(partition(mine, seat.layout.tp)[seat.at.tp])))
+    ends = [min(part.stop, seat.spec.vocab_size) for part in head_vocabulary(seat.spec, seat.layout)]
+    widths = [len(range(part.start, end)) for part, end in zip(head_vocabulary(seat.spec, seat.layout), ends, strict=True)]
     yield from sampling(rows, seat.spec.vocab_size, max(widths), axis, size)
 
 

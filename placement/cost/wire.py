@@ -27,5 +27,5 @@ def all_gather_bytes(own_bytes: int, size: int) -> int:
 
 
 def scatter_bytes(tensor_bytes: int, own_bytes: int) -> int:
-    """Bytes sent by a rank that deals out `tensor_bytes` and keeps `own_bytes`: reduce-scatter and all-to-all."""
+    """Bytes sent by a rank that splits `tensor_bytes` and keeps `own_bytes`: reduce-scatter and all-to-all."""
     return tensor_bytes - own_bytes

@@ -87,7 +87,7 @@ class Layout(BaseModel):
 
     @property
     def kv_owners(self) -> int:
-        """Ranks over which the KV blocks of one sequence are dealt (see `placement.ownership.context`)."""
+        """Ranks over which the KV blocks of one sequence are split (see `placement.ownership.context`)."""
         return self.cp * self.dcp
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Over which ranks of a stage the LM head is dealt: those of each lane, or those of all lanes together.
+"""Over which ranks of a stage the LM head is split: those of each lane, or those of all lanes together.
 
 Two lanes (attn_dp) of two tp ranks, 100 vocabulary rows::
 
@@ -26,22 +26,22 @@ WORTH_BYTES = 64 * 2**20
 
 
 def is_over_stage(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether the head is dealt over all lanes of the last stage."""
+    """Whether the head is split over all lanes of the last stage."""
     if layout.lm_head != "auto":
         return layout.lm_head == "stage"
     return spec.moe is not None and not _hindrance(spec, layout) and spared_bytes(spec, layout) >= WORTH_BYTES
 
 
 def spared_bytes(spec: ModelSpec, layout: Layout) -> int:
-    """Bytes of the head, in the model's own dtype, that a rank has less of when it is dealt over all lanes."""
+    """Bytes of the head, in the model's own dtype, that a rank has less of when it is split over all lanes."""
     head = spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
     return head // layout.tp - head // (layout.tp * layout.attn_dp)
 
 
-def head_can_be_dealt(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def head_can_be_sharded(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
     """A rule of `placement.legality.rules`: what was asked for is possible, and means something."""
     if layout.lm_head == "stage" and (why := _hindrance(model, layout)):
-        yield "lm_head", f"lm_head=stage deals the head over the lanes of a stage, but {why}"
+        yield "lm_head", f"lm_head=stage splits the head over the lanes of a stage, but {why}"
     if layout.lm_head == "lane" and layout.attn_dp == 1:
         yield "lm_head", "lm_head=lane keeps the head of each lane whole, but attn_dp=1"
 

@@ -46,7 +46,7 @@ MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
 """Axes of the grid that the MoE layers see, outermost first."""
 
 HEAD_AXIS = "head"
-"""Joins the tp groups of all lanes, where the head is dealt over them (`placement.layout.lm_head`)."""
+"""Joins the tp groups of all lanes, where the head is split over them (`placement.layout.lm_head`)."""
 
 GROUP_AXES = (*AXES, "dcp")
 """Axes along which the ranks of every model are grouped."""

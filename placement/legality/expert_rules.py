@@ -29,12 +29,12 @@ def experts_are_there(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, s
 
 def moe_axes_fill_a_stage(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
     """The MoE layers use the same ranks as attention, all of them."""
-    by_hand = "moe_tp" in layout.asked
-    if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (model.moe is None and not by_hand):
+    explicit = "moe_tp" in layout.asked
+    if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (model.moe is None and not explicit):
         return
     ranks = f"the {layout.stage_ranks} ranks of a stage (attn_dp={layout.attn_dp} x cp={layout.cp} x tp={layout.tp})"
     given = f"moe_dp={layout.moe_dp} x ep={layout.ep}"
-    if by_hand:
+    if explicit:
         yield "moe_tp", f"{given} x moe_tp={layout.moe_tp} is {layout.moe_dp * layout.ep * layout.moe_tp} ranks, not {ranks}"
     else:
         yield "ep" if layout.ep > 1 else "moe_dp", f"{given} does not divide {ranks}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from placement.layout.layout import Layout, text_of
-from placement.layout.lm_head import head_can_be_dealt
+from placement.layout.lm_head import head_can_be_sharded
 from placement.legality import suggestions
 from placement.legality.dcp_sizes import legal_dcp, legal_dcp_of_kind
 from placement.legality.expert_rules import EXPERT_RULES
@@ -40,7 +40,7 @@ def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> lis
 
 
 def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
-    """The query heads of a KV group may be dealt over ranks, a single head may not."""
+    """The query heads of a KV group may be split over ranks, a single head may not."""
     if layout.tp > model.num_heads:
         yield "tp", f"tp={layout.tp} is more than the {model.num_heads} query heads (num_attention_heads) of the model"
 
@@ -84,9 +84,9 @@ def a_share_per_tp_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
 
 
 def sp_has_tokens_to_split(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
-    """Sequence parallelism deals tokens over a tp group; a group of one has nobody to deal to."""
+    """Sequence parallelism splits tokens over a tp group; a group of one has nothing to split."""
     if layout.sp and layout.tp == 1:
-        yield "sp", "sp=true deals the tokens of norms and residual sums over the tp ranks, but tp=1"
+        yield "sp", "sp=true splits the tokens of norms and residual sums over the tp ranks, but tp=1"
 
 
 def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
@@ -155,7 +155,7 @@ MODEL_RULES: tuple[Callable[[Layout, ModelSpec], Iterator[Broken]], ...] = (
     sp_has_tokens_to_split,
     dcp_groups_share_a_kv_head,
     a_style_needs_cp,
-    head_can_be_dealt,
+    head_can_be_sharded,
     *EXPERT_RULES,
 )
 CLUSTER_RULES: tuple[Callable[[Layout, ClusterSpec], Iterator[Broken]], ...] = (devices_exist, tp_groups_fit_in_nodes)

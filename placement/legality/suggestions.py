@@ -34,7 +34,7 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
             for pp in range(1, min(model.num_layers, groups // (cp * lanes)) + 1):
                 replicas = min(asked.replicas, groups // (pp * cp * lanes))
                 experts = nearest_expert_axes(asked, model, lanes * cp * tp)
-                # sp is kept where it was asked for and still has tokens to deal.
+                # sp is kept where it was asked for and still has tokens to split.
                 plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
                 for split in _with_splits(plain, asked, model):
                     found += _with_context(split, asked, model)

@@ -1,6 +1,6 @@
 """Context parallelism: which tokens a cp rank runs, which KV blocks a rank owns, and what travels between them.
 
-**Compute** is dealt zig-zag, so that the causal work is even. Twelve new tokens on ``cp=2`` are 2*cp = 4 chunks, and rank i
+**Compute** is split zig-zag, so that the causal work is even. Twelve new tokens on ``cp=2`` are 2*cp = 4 chunks, and rank i
 runs chunks i and 3-i::
 
     position     0  1  2 | 3  4  5 | 6  7  8 | 9 10 11
@@ -9,7 +9,7 @@ runs chunks i and 3-i::
 
 A row with fewer than 2*cp new tokens (a decode, a short chunk) is not split: every cp rank runs all of it.
 
-**Storage** is dealt by block, round robin over the ``cp * dcp`` ranks that would otherwise hold the same KV heads (the
+**Storage** is split by block, round robin over the ``cp * dcp`` ranks that would otherwise hold the same KV heads (the
 owners; blocks of 16 tokens, 2 owners)::
 
     logical block        0     1     2     3     4          of a sequence of 70 tokens
@@ -38,7 +38,7 @@ BLOCK_TOKENS = 16
 
 
 def is_split(new_tokens: int, cp: int) -> bool:
-    """Whether a row is dealt over the cp ranks: it needs a token for each of the 2*cp chunks."""
+    """Whether a row is split over the cp ranks: it needs a token for each of the 2*cp chunks."""
     return cp > 1 and new_tokens >= 2 * cp
 
 
@@ -51,8 +51,8 @@ def chunks(new_tokens: int, cp: int) -> list[range]:
 
 def zigzag(new_tokens: int, cp: int) -> list[tuple[range, range]]:
     """The two chunks of each cp rank: i and 2*cp-1-i. Every rank is within one token of ``new_tokens / cp``."""
-    dealt = chunks(new_tokens, cp)
-    return [(dealt[rank], dealt[-1 - rank]) for rank in range(cp)]
+    all_chunks = chunks(new_tokens, cp)
+    return [(all_chunks[rank], all_chunks[-1 - rank]) for rank in range(cp)]
 
 
 def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:

@@ -1,15 +1,15 @@
-"""Which tokens of a step each rank of a stage hands to the experts: every token is of exactly one rank.
+"""Which tokens of a step each rank of a stage contributes to the experts: every token is of exactly one rank.
 
-A tp group deals out the tokens it runs. Under context parallelism those of a split row are its own; rows that every cp rank
-runs (`placement.ownership.context`) are first dealt over the cp ranks. A decode, and 12 new tokens, with ``cp=2, tp=2``::
+A tp group splits the tokens it runs. Under context parallelism those of a split row are its own; rows that every cp rank
+runs (`placement.ownership.context`) are first split over the cp ranks. A decode, and 12 new tokens, with ``cp=2, tp=2``::
 
     row                  d | p0 p1 p2 p3 p4 p5 p6 p7 p8 p9 p10 p11
     run by cp rank 0     d   p0 p1 p2                  p9 p10 p11
            cp rank 1     d            p3 p4 p5 p6 p7 p8
-    handed in by cp 0    p0 p1 p2 p9 | p10 p11 d          tp rank 0 | tp rank 1
-              by cp 1    p3 p4 p5    | p6 p7 p8
+    own tokens, cp 0     p0 p1 p2 p9 | p10 p11 d          tp rank 0 | tp rank 1
+                cp 1     p3 p4 p5    | p6 p7 p8
 
-Lanes (attn_dp) do so each with its own rows; one without rows hands in nothing. All of it follows from the plan, which names
+Lanes (attn_dp) do so each with its own rows; one without rows contributes none. All of it follows from the plan, which names
 the lane of every row, so no rank asks another how many tokens it has.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placement.layout.layout import Layout
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.ownership.context import is_split, spans
 
 Lanes = Sequence[Sequence[int]]
@@ -43,21 +43,21 @@ def places(new_lens: Sequence[int], cp: int, cp_rank: int) -> tuple[list[int], l
 
 
 def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
-    """Tokens that the tp group of each cp rank hands in."""
-    shares = deal(num_common(new_lens, cp), cp)
+    """Tokens that the tp group of each cp rank contributes."""
+    shares = partition(num_common(new_lens, cp), cp)
     split = [count for count in new_lens if cp == 1 or is_split(count, cp)]
     return [
         sum(len(run) for count in split for run in spans(0, count, cp, cp_rank)) + len(shares[cp_rank]) for cp_rank in range(cp)
     ]
 
 
-def handed_in(lanes: Lanes, layout: Layout) -> list[int]:
-    """Tokens that each rank of a stage hands in, in rank order."""
+def own_tokens(lanes: Lanes, layout: Layout) -> list[int]:
+    """Tokens that each rank of a stage contributes, in rank order."""
     of_groups = [tokens for new_lens in lanes for tokens in of_tp_groups(new_lens, layout.cp)]
-    return [len(hand) for tokens in of_groups for hand in deal(tokens, layout.tp)]
+    return [len(part) for tokens in of_groups for part in partition(tokens, layout.tp)]
 
 
-def of_copy(handed: Sequence[int], layout: Layout, copy: int) -> list[int]:
+def of_copy(own_tokens: Sequence[int], layout: Layout, copy: int) -> list[int]:
     """Those of the ranks of one MoE copy."""
     size = layout.ep * layout.moe_tp
-    return list(handed[copy * size : (copy + 1) * size])
+    return list(own_tokens[copy * size : (copy + 1) * size])

@@ -9,7 +9,7 @@ Both sides hold one model under any two layouts; who keeps what is read from `pl
 
 A destination gets each (layer, head, position) that it keeps exactly once, from one source. Where several sources keep the
 same (more tp ranks than KV heads; latents under any tp), they share the work layer by layer: each serves the destination of
-its own rank first, as far as its even share goes, and the rest is dealt in order. One head, four sources, two destinations::
+its own rank first, as far as its even share goes, and the rest is split in order. One head, four sources, two destinations::
 
     one KV head, 8 layers     prefill tp=4                          decode pp=2
                               rank 0: layers 0-1 -> rank 0          rank 0  layers 0-3
@@ -138,7 +138,7 @@ def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) 
     copies = [
         Copy(rank, need.world_rank, layers, need.kv_heads, need.positions)
         for (layers, heads, ownership), ranks in replicas.items()
-        for rank, need, layers in _dealt(list(_needs(layers, heads, ownership, needed, positions)), ranks)
+        for rank, need, layers in _split_layers(list(_needs(layers, heads, ownership, needed, positions)), ranks)
     ]
     return sorted(copies, key=lambda copy: (copy.destination, copy.layers.start, copy.kv_heads.start, copy.source))
 
@@ -151,8 +151,8 @@ def _needs(layers: range, heads: range, kept: Ownership, needed: Sequence[Holdin
             yield need
 
 
-def _dealt(needs: Sequence[_Need], ranks: Sequence[int]) -> Iterator[tuple[int, _Need, range]]:
-    """Each need's layers dealt over `ranks`, which keep the same: loads are within a layer of even.
+def _split_layers(needs: Sequence[_Need], ranks: Sequence[int]) -> Iterator[tuple[int, _Need, range]]:
+    """Each need's layers split over `ranks`, which keep the same: loads are within a layer of even.
 
     A rank first takes layers of the destination of its own number, up to its share; the others fill what room is left.
     """

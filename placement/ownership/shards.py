@@ -11,8 +11,8 @@ SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
 
 The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
 always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
-its query heads are dealt over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents.
-Layers of unlike heads (`placement.model.attention_kind`) are dealt kind by kind.
+its query heads are split over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents.
+Layers of unlike heads (`placement.model.attention_kind`) are split kind by kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from placement.experts.expert_map import map_of
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import Coords, moe_coords, world_rank
-from placement.layout.partition import Shares, deal, level, split_hands
+from placement.layout.partition import Shares, partition, partition_balanced, partition_groups
 from placement.layout.stages import partition_layers
 from placement.model.attention_kind import AttentionKind
 from placement.model.moe_spec import MoESpec
@@ -57,7 +57,7 @@ NORMS: dict[str, dict[str, str]] = {
 checkpoint's."""
 
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
-"""Sizes, largest first, in which MLP columns and vocabulary rows are dealt."""
+"""Sizes, largest first, in which MLP columns and vocabulary rows are split."""
 
 
 def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
@@ -131,30 +131,30 @@ def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> li
     """
     per_kv = kind.queries_per_kv
     if tp <= kind.num_kv_heads:
-        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in deal(kind.num_kv_heads, tp, shares)]
+        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in partition(kind.num_kv_heads, tp, shares)]
     return [
         (range(kv * per_kv + part.start, kv * per_kv + part.stop), range(kv, kv + 1))
-        for kv, holders in enumerate(split_hands(per_kv, kind.num_kv_heads, tp, shares))
-        for part in deal(per_kv, len(holders), shares and shares[holders.start : holders.stop])
+        for kv, holders in enumerate(partition_groups(per_kv, kind.num_kv_heads, tp, shares))
+        for part in partition(per_kv, len(holders), shares and shares[holders.start : holders.stop])
     ]
 
 
 def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """MLP columns of each tp rank, dealt so that attention and MLP weights together follow the shares (or are even) as
+    """MLP columns of each tp rank, split so that attention and MLP weights together follow the shares (or are even) as
     nearly as they can: a rank that got more heads than its due gets fewer columns."""
-    return _leveled(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
+    return _balanced_columns(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
 
 
 def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
     """Columns of each expert on each moe_tp rank.
 
-    Where these are the ranks of a tp group they are dealt as `columns` are, a token going through `top_k` experts. Else a rank
-    shares out its experts with others than its attention, and they are dealt evenly.
+    Where these are the ranks of a tp group they are split as `columns` are, a token going through `top_k` experts. Else a rank
+    shares out its experts with others than its attention, and they are split evenly.
     """
     if not _expert_ranks_are_tp_ranks(layout):
-        return _leveled(spec, moe.expert_size, moe.top_k, [0] * layout.moe_tp, None)
+        return _balanced_columns(spec, moe.expert_size, moe.top_k, [0] * layout.moe_tp, None)
     already = _attention_elements(spec, layout.tp, layout.tp_shares)
-    return _leveled(spec, moe.expert_size, moe.top_k, already, layout.tp_shares)
+    return _balanced_columns(spec, moe.expert_size, moe.top_k, already, layout.tp_shares)
 
 
 def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
@@ -164,9 +164,9 @@ def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]
         return [range(0)] * tp
     already = _attention_elements(spec, tp, shares)
     if _expert_ranks_are_tp_ranks(layout):
-        routed = (3 * spec.hidden_size * moe.top_k * len(hand) for hand in expert_columns(spec, moe, layout))
+        routed = (3 * spec.hidden_size * moe.top_k * len(part) for part in expert_columns(spec, moe, layout))
         already = list(map(sum, zip(already, routed, strict=True)))
-    return _leveled(spec, moe.shared_size, 1, already, shares)
+    return _balanced_columns(spec, moe.shared_size, 1, already, shares)
 
 
 def _expert_ranks_are_tp_ranks(layout: Layout) -> bool:
@@ -179,25 +179,25 @@ def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
     if spec.mla is not None:  # those that differ from rank to rank
         return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
     layers = Counter(map(spec.kind_of, range(spec.num_layers)))
-    dealt = [(heads(kind, tp, shares), layers[at] * kind.kept_dim * spec.hidden_size) for at, kind in enumerate(spec.kinds)]
-    return [sum(sum(map(len, hands[rank])) * each for hands, each in dealt) // spec.num_layers for rank in range(tp)]
+    per_kind = [(heads(kind, tp, shares), layers[at] * kind.kept_dim * spec.hidden_size) for at, kind in enumerate(spec.kinds)]
+    return [sum(sum(map(len, parts[rank])) * each for parts, each in per_kind) // spec.num_layers for rank in range(tp)]
 
 
-def _leveled(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
+def _balanced_columns(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
     """Columns of a gated MLP, whose three matrices a token meets `times` times."""
     block = _block(width, len(already))
-    return level(width // block, block, already, 3 * spec.hidden_size * times, shares)
+    return partition_balanced(width // block, block, already, 3 * spec.hidden_size * times, shares)
 
 
 def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
     """Vocabulary rows of the embedding on each tp rank. Together they cover the padded size."""
     block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
-    blocks = deal(-(-spec.vocab_size // block), tp, shares)
-    return [range(hand.start * block, hand.stop * block) for hand in blocks]
+    blocks = partition(-(-spec.vocab_size // block), tp, shares)
+    return [range(part.start * block, part.stop * block) for part in blocks]
 
 
 def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
-    """Vocabulary rows of the head on the ranks of a stage, lane after lane: those of the embedding, or dealt over all lanes."""
+    """Vocabulary rows of the head on the ranks of a stage, lane after lane: those of the embedding, or split over all lanes."""
     if not is_over_stage(spec, layout):
         return vocabulary(spec, layout.tp, layout.tp_shares) * layout.attn_dp
     return vocabulary(spec, layout.attn_dp * layout.tp, layout.tp_shares and layout.tp_shares * layout.attn_dp)
@@ -287,9 +287,9 @@ def _mlp(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Paramet
         yield whole(f"{here}.down.bias", f"{there}.down_proj.bias", hidden)
 
 
-def _block(total: int, hands: int) -> int:
-    """Largest block that divides `total` and leaves every hand at least eight on average; 1 if none does."""
-    return next((size for size in _BLOCKS if total % size == 0 and total // size >= 8 * hands), 1)
+def _block(total: int, parts: int) -> int:
+    """Largest block that divides `total` and leaves every part at least eight on average; 1 if none does."""
+    return next((size for size in _BLOCKS if total % size == 0 and total // size >= 8 * parts), 1)
 
 
 def _product(shape: tuple[int, ...]) -> int:

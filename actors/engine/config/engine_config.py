@@ -69,7 +69,7 @@ class Tiering(BaseModel):
 class EngineConfig(BaseModel):
     """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
 
-    A sequence's blocks are dealt over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
+    A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
     so that
     ``kv_owners * num_blocks`` blocks can be in use at once; in each of `lanes`, which have ranks of their own (attn_dp).
     """

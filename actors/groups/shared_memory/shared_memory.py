@@ -150,7 +150,7 @@ class SharedMemoryGroup(CountedGroup):
         with self._speaking_of(operation) as steps:
             for at in range(0, max(len(part) for part in parts), lane):
                 slots = steps.begin()
-                self._deal(slots[self.rank], parts, at)
+                self._write_parts(slots[self.rank], parts, at)
                 steps.finish(operation, x.dtype, x.numel())
                 own = mine[at : at + lane]
                 terms = [own if rank == self.rank else self._lane(slots[rank], own) for rank in range(self.size)]
@@ -168,7 +168,7 @@ class SharedMemoryGroup(CountedGroup):
             while at < longest:
                 slots = steps.begin()
                 steps.tell_splits(send)
-                self._deal(slots[self.rank], parts, at)
+                self._write_parts(slots[self.rank], parts, at)
                 steps.finish("all_to_all", x.dtype, x.shape[1:].numel())
                 if at == 0:
                     longest = _longest_part(steps.splits(), receive, self.rank) * x.shape[1:].numel()
@@ -194,7 +194,7 @@ class SharedMemoryGroup(CountedGroup):
             self._inboxes[source].take(out.view(-1).view(torch.uint8), DTYPE_CODES[dtype], self._look_at(source))
         return out
 
-    def _deal(self, slot: Slot, parts: Sequence[Tensor], at: int) -> None:
+    def _write_parts(self, slot: Slot, parts: Sequence[Tensor], at: int) -> None:
         """Write into the lane of each peer the elements of its part from `at` on, as many as a lane holds."""
         lane = self._lane_bytes // parts[0].itemsize
         elements = slot[parts[0].dtype]

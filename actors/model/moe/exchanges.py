@@ -9,7 +9,7 @@ import torch
 
 from actors.groups.group import Group
 from actors.model.moe.exchange import AllToAllWay, GatherWay, NoWay, SumExchange, TravellingExchange, Way
-from actors.model.moe.tokens import DealtTokens, OwnTokens, TokensOfRegion
+from actors.model.moe.tokens import OwnTokens, PartitionedTokens, TokensOfRegion
 from actors.model.step.exchange import Exchange
 from placement.cost import expert_modes
 from placement.cost.expert_modes import Mode
@@ -59,19 +59,19 @@ class ExchangesByRule:
         mode = expert_modes.mode(self._spec, self._layout, lanes, self._element_bytes)
         if mode == "sum":
             return SumExchange(turn)
-        handed = expert_tokens.of_copy(expert_tokens.handed_in(lanes, self._layout), self._layout, self._copy)
-        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, handed, turn))
+        own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(lanes, self._layout), self._layout, self._copy)
+        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, turn))
 
-    def _way(self, mode: Mode, handed: Sequence[int], turn: int) -> Way:
-        if not any(handed):
+    def _way(self, mode: Mode, own_tokens: Sequence[int], turn: int) -> Way:
+        if not any(own_tokens):
             return NoWay()
         if mode == "gather":
-            return GatherWay(self._moe, handed, turn)
-        return AllToAllWay(self._moe, handed, turn, self._ends, self._layout.moe_tp)
+            return GatherWay(self._moe, own_tokens, turn)
+        return AllToAllWay(self._moe, own_tokens, turn, self._ends, self._layout.moe_tp)
 
     def _own(self, new_lens: Sequence[int]) -> OwnTokens:
         if expert_tokens.num_common(new_lens, self._cp.size):
-            return DealtTokens(self._tp, self._cp, new_lens, self._device)
+            return PartitionedTokens(self._tp, self._cp, new_lens, self._device)
         return TokensOfRegion()
 
 

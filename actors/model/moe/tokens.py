@@ -1,4 +1,4 @@
-"""The tokens that a rank hands to the experts as its own, and how their results come back to where they are needed.
+"""The tokens that a rank contributes to the experts as its own, and how their results come back to where they are needed.
 
 Which tokens these are is said in `placement.ownership.expert_tokens`.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.step.regions import Region
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.ownership import expert_tokens
 
 
@@ -28,7 +28,7 @@ class OwnTokens(Protocol):
 
 
 class TokensOfRegion:
-    """Those that the region deals the rank anyway: nobody else runs any of the tp group's tokens."""
+    """Those that the region gives the rank anyway: nobody else runs any of the tp group's tokens."""
 
     def take(self, hidden: Tensor, region: Region) -> Tensor:
         return region.slice(hidden)
@@ -37,18 +37,18 @@ class TokensOfRegion:
         return region.join(own)
 
 
-class DealtTokens:
-    """Some tokens are run by all ranks of `cp`: these are dealt over them, and then with the others over `tp`."""
+class PartitionedTokens:
+    """Some tokens are run by all ranks of `cp`: these are split over them, and then with the others over `tp`."""
 
     def __init__(self, tp: Group, cp: Group, new_lens: Sequence[int], device: torch.device) -> None:
         single, common = expert_tokens.places(new_lens, cp.size, cp.rank)
-        hands = deal(len(common), cp.size)
-        mine = hands[cp.rank]
+        cp_parts = partition(len(common), cp.size)
+        mine = cp_parts[cp.rank]
         group_tokens = [*single, *common[mine.start : mine.stop]]
-        dealt = deal(len(group_tokens), tp.size)
-        own = dealt[tp.rank]
+        tp_parts = partition(len(group_tokens), tp.size)
+        own = tp_parts[tp.rank]
         self._tp, self._cp = tp, cp
-        self._tp_sizes, self._cp_sizes = [len(hand) for hand in dealt], [len(hand) for hand in hands]
+        self._tp_sizes, self._cp_sizes = [len(part) for part in tp_parts], [len(part) for part in cp_parts]
         self._own = torch.tensor(group_tokens[own.start : own.stop], dtype=torch.int64, device=device)
         self._order = torch.tensor([*single, *common], dtype=torch.int64, device=device)
         self._num_single = len(single)

@@ -7,7 +7,7 @@ arXiv 2205.05198, section 4.2.2)::
     Whole       [T, h] norm ───────────────→ [T, h] column … row → partial [T, h] ──all_reduce──────→ [T, h]   + residual
     Scattered   [t, h] norm ──all_gather───→ [T, h] column … row → partial [T, h] ──reduce_scatter──→ [t, h]   + residual
 
-A rank's own tokens are those `placement.layout.partition.deal` gives it: 7 tokens on 3 ranks are 3, 2 and 2. They are also
+A rank's own tokens are those `placement.layout.partition.partition` gives it: 7 tokens on 3 ranks are 3, 2 and 2. They are also
 what it sends to the next pipeline stage, in both regions::
 
     stage 0   rank 0  [0 1 2]──→  rank 0 of stage 1 ─┐
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from placement.layout import sequence_parallel
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 
 
 class Region(Protocol):
@@ -99,12 +99,12 @@ class Regions:
 
     def own(self, num_tokens: int) -> range:
         """This rank's own tokens of a step."""
-        return deal(num_tokens, self._tp.size)[self._tp.rank]
+        return partition(num_tokens, self._tp.size)[self._tp.rank]
 
     def of(self, query_lens: Sequence[int]) -> Region:
         """The region of a step whose rows run `query_lens` tokens each."""
-        hands = deal(sum(query_lens), self._tp.size)
-        own, sizes = hands[self._tp.rank], [len(hand) for hand in hands]
+        parts = partition(sum(query_lens), self._tp.size)
+        own, sizes = parts[self._tp.rank], [len(part) for part in parts]
         if sequence_parallel.is_scattered(query_lens, self._scatter_from):
             return Scattered(self._tp, own, sizes)
         return Whole(self._tp, own, sizes)

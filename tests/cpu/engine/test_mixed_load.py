@@ -62,8 +62,8 @@ def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None
     work = requests(60 if "=" in layout else 120, seed=3)
     aborted = {request.request_id for request in random.Random(4).sample(work, 12)}
     owners, lanes = Layout.parse(layout).kv_owners, Layout.parse(layout).attn_dp
-    dealt = {"num_blocks": CRAMPED.num_blocks // owners, "kv_owners": owners}
-    config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24, **dealt})
+    sizes = {"num_blocks": CRAMPED.num_blocks // owners, "kv_owners": owners}
+    config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24, **sizes})
     with in_process(model, layout, config) as replica:
         waiting = [(request, replica.submit(request)) for request in work]
         for request in work:

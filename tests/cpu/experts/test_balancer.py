@@ -20,13 +20,13 @@ from placement.experts.expert_map import ExpertMap, bound
 from placement.experts.moves import moves, settled
 from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
 from placement.layout.layout import Layout
-from tests.expert_loads import dealt
+from tests.expert_loads import shuffled
 from tests.inprocess import in_process
 from tests.tiny_models import tiny
 
 
 class Shuffler:
-    """A policy that looks every `interval` steps and deals all experts anew, whatever their load."""
+    """A policy that looks every `interval` steps and places all experts anew, whatever their load."""
 
     def __init__(self, interval: int, seed: int = 0) -> None:
         self._watch, self._draw = Rebalancer(interval), random.Random(seed)
@@ -37,7 +37,7 @@ class Shuffler:
     def decide(
         self, old: ExpertMap, load: Sequence[Sequence[float]], costs: Costs, nodes: int = 1, groups: int = 1
     ) -> Decision:
-        new = settled(old, dealt(old, self._draw))
+        new = settled(old, shuffled(old, self._draw))
         transfers = moves(old, new)
         return Decision(new, tuple(transfers), predicted(old, new, transfers, load, costs))
 

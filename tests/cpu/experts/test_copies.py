@@ -19,7 +19,7 @@ from actors.wire.requests import SamplingParams
 from placement.experts.expert_map import map_of
 from placement.experts.moves import moves
 from placement.layout.layout import Layout
-from tests.expert_loads import dealt
+from tests.expert_loads import shuffled
 from tests.inprocess import rank_config
 from tests.tiny_models import TinyModel, tiny
 
@@ -59,7 +59,7 @@ def moved(layout: Layout) -> list[ExpertMove]:
     draw, old = random.Random(4), map_of(spec.moe, layout)
     found = []
     for layer in spec.moe.layers:
-        new = dealt(old, draw)
+        new = shuffled(old, draw)
         transfers = [(each.source_slot, each.target_slot) for each in moves(old, new)]
         assert len(transfers) > 2
         found.append(ExpertMove(layer=layer, experts=list(new.experts[0]), transfers=transfers))

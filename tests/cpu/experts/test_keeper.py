@@ -22,7 +22,7 @@ from actors.model.moe.router import Router
 from actors.wire.experts import ExpertMove
 from placement.experts.expert_map import ExpertMap, initial, place
 from placement.experts.moves import moves, settled
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.model.moe_spec import MoESpec
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ class Case:
 
     def columns(self, rank: int) -> range:
         """Of every expert, on a rank: 3 and 2 of 5 with moe_tp=2."""
-        return deal(COLUMNS, self.moe_tp)[rank % self.moe_tp]
+        return partition(COLUMNS, self.moe_tp)[rank % self.moe_tp]
 
 
 CASES = [

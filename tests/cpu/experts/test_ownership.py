@@ -1,4 +1,4 @@
-"""Experts dealt over ep ranks and their columns over moe_tp ranks, every rank running its own on all tokens."""
+"""Experts split over ep ranks and their columns over moe_tp ranks, every rank running its own on all tokens."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ def test_two_gathers_and_two_scatters_a_layer_send_the_bytes_of_two_sums(tp: int
     layers = model.spec.num_layers
     whole = counted(model, layout, tokens, None)
     scattered = counted(model, layout, tokens, 0)
-    hands = [tokens // tp + (rank < tokens % tp) for rank in range(tp)]
+    parts = [tokens // tp + (rank < tokens % tp) for rank in range(tp)]
     for calls, _, rows in whole:
         assert (calls, rows) == (Counter(all_reduce=2 * layers + 1), tokens)
-    for (calls, _, rows), own in zip(scattered, hands, strict=True):
+    for (calls, _, rows), own in zip(scattered, parts, strict=True):
         assert (calls, rows) == (Counter(all_gather=2 * layers + 1, reduce_scatter=2 * layers + 1), own)
-    # Of uneven hands some send a little more and some a little less: together it is the same to the byte.
+    # Of uneven parts some send a little more and some a little less: together it is the same to the byte.
     assert sum(sent for _, sent, _ in scattered) == sum(sent for _, sent, _ in whole)
 
 

@@ -150,7 +150,7 @@ def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch
 
 
 def in_lanes(plan: StepPlan, lanes: int) -> StepPlan:
-    """The plan with its sequences dealt over the lanes."""
+    """The plan with its sequences split over the lanes."""
     parts = {
         name: [part.model_copy(update={"lane": part.sequence_id % lanes}) for part in getattr(plan, name)]
         for name in ("started", "rows")

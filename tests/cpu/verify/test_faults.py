@@ -125,7 +125,7 @@ def test_positions_of_a_split_prompt_counted_along_the_rank(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "tp=4,dcp=2"])
-def test_blocks_kept_by_the_owner_they_are_not_dealt_to(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+def test_blocks_kept_by_the_owner_they_are_not_assigned_to(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """The second owner writes the first one's blocks, and reads its own."""
     right = Ownership.slot
 
@@ -146,7 +146,7 @@ def test_a_scattered_region_that_loses_a_token(monkeypatch: pytest.MonkeyPatch) 
     assert_fault(report, 0)
 
 
-def test_a_scattered_region_that_hands_on_too_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scattered_region_that_passes_on_too_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Scattered.sum
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
     monkeypatch.setattr(Scattered, "sum", lambda self, partial: right(self, partial)[:-1])
@@ -182,13 +182,13 @@ def test_positions_that_begin_anew_in_every_chunk(monkeypatch: pytest.MonkeyPatc
 
 
 def _in_reverse(right: Any, num_kv_heads: int) -> Any:
-    """KV heads of the layers that have so many, dealt from the last rank to the first; query heads as they should be."""
+    """KV heads of the layers that have so many, split from the last rank to the first; query heads as they should be."""
 
     def heads(kind: Any, *rest: Any) -> Any:
-        dealt = right(kind, *rest)
+        found = right(kind, *rest)
         if kind.num_kv_heads != num_kv_heads:
-            return dealt
-        return [(q, kv) for (q, _), (_, kv) in zip(dealt, reversed(dealt), strict=True)]
+            return found
+        return [(q, kv) for (q, _), (_, kv) in zip(found, reversed(found), strict=True)]
 
     return heads
 
@@ -197,10 +197,10 @@ def test_query_heads_that_read_the_next_kv_head(monkeypatch: pytest.MonkeyPatch)
     right = shards.heads
 
     def off_by_one(spec: Any, *rest: Any) -> Any:
-        dealt = right(spec, *rest)
-        if len(dealt) <= spec.num_kv_heads:
-            return dealt
-        return [(q, range((kv.start + 1) % spec.num_kv_heads, (kv.start + 1) % spec.num_kv_heads + 1)) for q, kv in dealt]
+        found = right(spec, *rest)
+        if len(found) <= spec.num_kv_heads:
+            return found
+        return [(q, range((kv.start + 1) % spec.num_kv_heads, (kv.start + 1) % spec.num_kv_heads + 1)) for q, kv in found]
 
     monkeypatch.setattr(shards, "heads", off_by_one)
     assert_fault(verify(tiny("llama2"), "tp=3"), 0)

@@ -23,8 +23,8 @@ from tests.layout_draws import draw_layout
 from tests.tiny_models import TinyModel, tiny
 from tests.verifying import random_prompts, verify
 
-BY_HAND = ["tp=2", "tp=3", "tp=5", "tp=6", "pp=2", "pp=4", "tp=2,pp=2", "tp=2,pp=4", "tp=4,pp=2", "tp=3,pp=2,stage_layers=3/1"]
-BY_HAND += ["attn_dp=2,tp=2", "attn_dp=3,pp=2"]
+EXPLICIT = ["tp=2", "tp=3", "tp=5", "tp=6", "pp=2", "pp=4", "tp=2,pp=2", "tp=2,pp=4", "tp=4,pp=2", "tp=3,pp=2,stage_layers=3/1"]
+EXPLICIT += ["attn_dp=2,tp=2", "attn_dp=3,pp=2"]
 NUM_LAYOUTS = 29
 WORKERS = 8
 
@@ -35,7 +35,7 @@ def model() -> TinyModel:
 
 def layouts() -> list[str]:
     """Those that must be there, and random ones that the rules accept, all different."""
-    draw, found = random.Random(11), list(BY_HAND)
+    draw, found = random.Random(11), list(EXPLICIT)
     while len(found) < NUM_LAYOUTS:
         text = str(draw_layout(draw, model().spec, WORKERS))
         if text not in found:

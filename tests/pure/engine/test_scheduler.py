@@ -125,13 +125,13 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-def dealt(num_blocks: int, kv_owners: int, **changes: Any) -> EngineConfig:
-    """About `num_blocks` blocks, dealt over the owners."""
+def split_over_owners(num_blocks: int, kv_owners: int, **changes: Any) -> EngineConfig:
+    """About `num_blocks` blocks, split over the owners."""
     return config(num_blocks=-(-num_blocks // kv_owners), kv_owners=kv_owners, **changes)
 
 
 CONFIGS = st.builds(
-    dealt,
+    split_over_owners,
     num_blocks=st.integers(7, 16),
     kv_owners=st.integers(1, 3),
     lanes=st.integers(1, 3),

@@ -1,4 +1,4 @@
-"""Decode context parallelism: the ranks of a dcp group hold one KV head, its positions dealt out among them.
+"""Decode context parallelism: the ranks of a dcp group hold one KV head, its positions split among them.
 
 Each rank has query heads of its own for that KV head, and needs their attention over all positions. So queries go to the keys,
 and partial outputs come back, in two collectives a layer::

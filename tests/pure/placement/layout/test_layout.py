@@ -71,10 +71,10 @@ def test_a_layout_survives_its_text_form(layout: Layout) -> None:
 @quick
 @given(layouts, sizes)
 def test_a_moe_tp_given_by_hand_survives_too(layout: Layout, moe_tp: int) -> None:
-    by_hand = Layout(**layout.asked | {"moe_tp": moe_tp})
-    assert Layout.parse(str(by_hand)) == by_hand
-    assert Layout.model_validate_json(by_hand.model_dump_json()) == by_hand
-    assert (str(by_hand) == str(layout)) == (moe_tp == layout.moe_tp)
+    explicit = Layout(**layout.asked | {"moe_tp": moe_tp})
+    assert Layout.parse(str(explicit)) == explicit
+    assert Layout.model_validate_json(explicit.model_dump_json()) == explicit
+    assert (str(explicit) == str(layout)) == (moe_tp == layout.moe_tp)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ QWEN3 = model(151_936, 2048)
     ("spec", "lane_bytes", "stage_bytes"), [(DEEPSEEK, 1_853_358_080, 232_128_512), (QWEN3, 622_329_856, 77_856_768)]
 )
 def test_bytes_of_the_head_on_a_rank(spec: ModelSpec, lane_bytes: int, stage_bytes: int) -> None:
-    """`stage_bytes` are those of a rank with most: rows are dealt in blocks of 64."""
+    """`stage_bytes` are those of a rank with most: rows are split in blocks of 64."""
     held = [
         [rank.weight_bytes for rank in rank_memories(spec, Layout.parse(f"attn_dp=8,ep=8,lm_head={over}"))]
         for over in ("lane", "stage")
@@ -90,7 +90,7 @@ def test_the_rule() -> None:
         ("attn_dp=4,tp=2,lm_head=stage", {"vocab_size": 7}, "8 ranks (attn_dp=4 x tp=2) are more than the 7 vocabulary rows"),
     ],
 )
-def test_a_head_that_cannot_be_dealt_is_refused_with_what_would_work(text: str, changes: dict[str, object], why: str) -> None:
+def test_a_head_that_cannot_be_sharded_is_refused_with_what_would_work(text: str, changes: dict[str, object], why: str) -> None:
     spec = model(100, 64, **changes)
     [broken] = check(Layout.parse(text), spec)
     assert broken.field == "lm_head"
@@ -118,7 +118,7 @@ def test_every_vocabulary_row_is_in_one_head_of_a_stage() -> None:
     assert "one LM head for all lanes, over 6 ranks, each of which is spared 20.8 KiB" in text
 
 
-def test_tied_embeddings_on_other_stages_are_dealt() -> None:
+def test_tied_embeddings_on_other_stages_are_split() -> None:
     spec, layout = model(1000, 64, tie_embeddings=True), Layout.parse("attn_dp=2,pp=2,lm_head=stage")
     assert check(layout, spec) == []
     first, last = (shard(spec, layout, coords(layout, rank)) for rank in (0, 2))

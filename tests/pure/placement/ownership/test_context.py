@@ -41,10 +41,10 @@ def model(q_heads: int, kv_heads: int) -> ModelSpec:
 @quick
 @given(st.integers(0, 200), cps)
 def test_chunks_cover_the_tokens_in_order_and_differ_by_at_most_one(tokens: int, cp: int) -> None:
-    dealt = chunks(tokens, cp)
-    assert [token for chunk in dealt for token in chunk] == list(range(tokens))
-    sizes = [len(chunk) for chunk in dealt]
-    assert len(dealt) == 2 * cp
+    all_chunks = chunks(tokens, cp)
+    assert [token for chunk in all_chunks for token in chunk] == list(range(tokens))
+    sizes = [len(chunk) for chunk in all_chunks]
+    assert len(all_chunks) == 2 * cp
     assert max(sizes) - min(sizes) <= 1
 
 

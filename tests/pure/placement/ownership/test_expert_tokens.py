@@ -15,7 +15,7 @@ from placement.cost.step_shape import StepShape
 from placement.cost.traffic import rank_traffic
 from placement.layout.layout import Layout
 from placement.layout.mesh import GROUP_AXES, coords, groups, talking_axes
-from placement.layout.partition import deal
+from placement.layout.partition import partition
 from placement.legality.check import check
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
@@ -36,20 +36,20 @@ lens = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 
 @settings(deadline=None, max_examples=200)
 @given(lens, st.integers(1, 4), st.integers(1, 5))
-def test_every_token_is_handed_in_by_exactly_one_rank(new_lens: list[int], cp: int, tp: int) -> None:
-    handed: list[tuple[int, int]] = []
+def test_every_token_is_owned_by_exactly_one_rank(new_lens: list[int], cp: int, tp: int) -> None:
+    own_tokens: list[tuple[int, int]] = []
     counts: list[int] = []
     for cp_rank in range(cp):
         runs = [(row, at) for row, count in enumerate(new_lens) for span in spans(0, count, cp, cp_rank) for at in span]
         single, common = expert_tokens.places(new_lens, cp, cp_rank)
         assert sorted(single + common) == list(range(len(runs)))
         assert len(common) == expert_tokens.num_common(new_lens, cp)
-        mine = deal(len(common), cp)[cp_rank]
+        mine = partition(len(common), cp)[cp_rank]
         of_group = [runs[place] for place in [*single, *common[mine.start : mine.stop]]]
-        handed += of_group
-        counts += [len(hand) for hand in deal(len(of_group), tp)]
-    assert sorted(handed) == [(row, at) for row, count in enumerate(new_lens) for at in range(count)]
-    assert counts == expert_tokens.handed_in([new_lens], Layout(cp=cp, tp=tp))
+        own_tokens += of_group
+        counts += [len(part) for part in partition(len(of_group), tp)]
+    assert sorted(own_tokens) == [(row, at) for row, count in enumerate(new_lens) for at in range(count)]
+    assert counts == expert_tokens.own_tokens([new_lens], Layout(cp=cp, tp=tp))
 
 
 @settings(deadline=None, max_examples=100)
@@ -59,7 +59,7 @@ def test_without_common_rows_own_tokens_are_those_of_the_region(new_lens: list[i
     runs = [sum(len(span) for count in split for span in spans(0, count, cp, rank)) for rank in range(cp)]
     assert expert_tokens.of_tp_groups(split, cp) == runs
     assert sum(runs) == sum(split)
-    assert expert_tokens.handed_in([split], Layout(cp=cp, tp=tp)) == [len(hand) for run in runs for hand in deal(run, tp)]
+    assert expert_tokens.own_tokens([split], Layout(cp=cp, tp=tp)) == [len(part) for run in runs for part in partition(run, tp)]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_lanes_hold_what_replicas_would_but_a_quarter_of_the_experts() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 20), max_size=4), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 4))
-def test_lanes_hand_in_their_own_tokens(lanes: list[list[int]], cp: int, tp: int) -> None:
+def test_lanes_contribute_their_own_tokens(lanes: list[list[int]], cp: int, tp: int) -> None:
     layout = Layout(attn_dp=len(lanes), cp=cp, tp=tp)
-    handed = expert_tokens.handed_in(lanes, layout)
+    own_tokens = expert_tokens.own_tokens(lanes, layout)
     size = cp * tp
-    assert [sum(handed[lane * size : (lane + 1) * size]) for lane in range(len(lanes))] == list(map(sum, lanes))
+    assert [sum(own_tokens[lane * size : (lane + 1) * size]) for lane in range(len(lanes))] == list(map(sum, lanes))
 
 
 def test_a_tp_wider_than_an_expert_is_legal_where_experts_are_whole() -> None:
@@ -188,6 +188,6 @@ def test_rows_sent_do_not_grow_with_tp() -> None:
 
 
 def test_starts_of_own_tokens_are_in_rank_order() -> None:
-    handed = expert_tokens.handed_in([[1, 12]], Layout(cp=2, tp=2))
-    assert handed == [4, 3, 3, 3]
-    assert list(accumulate(expert_tokens.of_copy(handed, Layout(cp=2, tp=2, moe_dp=2), 1))) == [3, 6]
+    own_tokens = expert_tokens.own_tokens([[1, 12]], Layout(cp=2, tp=2))
+    assert own_tokens == [4, 3, 3, 3]
+    assert list(accumulate(expert_tokens.of_copy(own_tokens, Layout(cp=2, tp=2, moe_dp=2), 1))) == [3, 6]

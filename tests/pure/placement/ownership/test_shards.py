@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords
-from placement.layout.partition import deal, split_hands
+from placement.layout.partition import partition, partition_groups
 from placement.layout.stages import partition_layers
 from placement.legality.check import check
 from placement.model.spec import ModelSpec
@@ -90,12 +90,12 @@ def holders(model: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def kv_holders(model: ModelSpec, layout: Layout) -> np.ndarray:
-    """How many ranks hold each row of a K or V projection, from the rule: spare ranks are dealt over the KV heads."""
+    """How many ranks hold each row of a K or V projection, from the rule: spare ranks are split over the KV heads."""
     each, tp = [1] * model.num_kv_heads, layout.tp
     if tp > model.num_kv_heads:
         each = [tp // model.num_kv_heads + (head < tp % model.num_kv_heads) for head in range(model.num_kv_heads)]
         if layout.tp_shares is not None:
-            each = [len(run) for run in split_hands(model.queries_per_kv, model.num_kv_heads, tp, layout.tp_shares)]
+            each = [len(run) for run in partition_groups(model.queries_per_kv, model.num_kv_heads, tp, layout.tp_shares)]
     return np.repeat(each, model.head_dim)
 
 
@@ -151,7 +151,7 @@ def test_every_rank_has_work_and_its_query_heads_find_their_kv_heads(case: tuple
 
 @quick
 @given(models_and_layouts())
-def test_query_heads_columns_and_vocabulary_are_each_dealt_once_in_order(case: tuple[ModelSpec, Layout]) -> None:
+def test_query_heads_columns_and_vocabulary_are_each_split_once_in_order(case: tuple[ModelSpec, Layout]) -> None:
     model, layout = case
     cut = [q_heads for q_heads, _ in heads(model, layout.tp)]
     assert [index for part in cut for index in part] == list(range(model.num_heads))
@@ -223,8 +223,8 @@ def test_no_split_has_a_smaller_largest_stage(layers: tuple[int, ...], data: st.
     assert rank(found) == min(map(rank, every))
 
 
-def test_deal() -> None:
-    assert deal(8, 3) == [range(0, 3), range(3, 6), range(6, 8)]
+def test_partition() -> None:
+    assert partition(8, 3) == [range(0, 3), range(3, 6), range(6, 8)]
 
 
 # SmolLM2-135M by hand: 9 query heads in 3 KV groups of 64 dimensions, 1,536 columns, 49,152 rows
@@ -269,15 +269,15 @@ def test_smollm2_on_two_stages_has_its_tied_embedding_on_both() -> None:
 def test_smollm2_by_shares_of_two_to_one() -> None:
     heads_of, columns_of = heads(SMOLLM2, 2, (2.0, 1.0)), columns(SMOLLM2, 2, (2.0, 1.0))
     assert [(len(q), len(kv)) for q, kv in heads_of] == [(6, 2), (3, 1)]
-    assert [len(hand) for hand in columns_of] == [1024, 512]
-    assert [len(hand) for hand in vocabulary(SMOLLM2, 2, (2.0, 1.0))] == [32768, 16384]
+    assert [len(part) for part in columns_of] == [1024, 512]
+    assert [len(part) for part in vocabulary(SMOLLM2, 2, (2.0, 1.0))] == [32768, 16384]
 
 
 def test_columns_make_up_for_heads_that_cannot_follow_the_shares() -> None:
-    # One KV group each is all that can be dealt, so the strong rank takes more of the MLP than its 3 in 4.
+    # One KV group each is all that can be split, so the strong rank takes more of the MLP than its 3 in 4.
     model = toy(num_heads=4, num_kv_heads=2, hidden_size=64, head_dim=64, intermediate_size=2048)
     assert [(len(q), len(kv)) for q, kv in heads(model, 2, (3.0, 1.0))] == [(2, 1), (2, 1)]
-    wide, narrow = (len(hand) for hand in columns(model, 2, (3.0, 1.0)))
+    wide, narrow = (len(part) for part in columns(model, 2, (3.0, 1.0)))
     attention, each = 6 * 64 * 64, 3 * 64
     assert wide / narrow > 3.4
     assert (attention + each * wide) / (attention + each * narrow) == pytest.approx(3, rel=0.1)
