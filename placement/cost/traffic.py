@@ -42,7 +42,7 @@ from placement.ownership.shards import head_vocabulary, shard
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankStep:
     """One rank in one step, of which `whole` has the rows of all lanes: all a region needs to know."""
 
     spec: ModelSpec
@@ -104,10 +104,12 @@ class Seat:
         return rows * self.spec.hidden_size * self.step.element_bytes
 
 
-def seat_of(spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None) -> Seat:
-    """The seat of a world rank."""
+def rank_step_of(
+    spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
+) -> RankStep:
+    """What a world rank does in a step."""
     at = coords(layout, world_rank)
-    return Seat(spec, layout, at, shard(spec, layout, at), step, routed)
+    return RankStep(spec, layout, at, shard(spec, layout, at), step, routed)
 
 
 def rank_traffic(
@@ -117,17 +119,17 @@ def rank_traffic(
 
     `routed` of each layer whose tokens were dispatched to experts makes these exact too; else they are what is expected.
     """
-    seat = seat_of(spec, layout, world_rank, step, routed)
-    return [entry for region in REGIONS for entry in _heard(region, seat)]
+    rank_step = rank_step_of(spec, layout, world_rank, step, routed)
+    return [entry for region in REGIONS for entry in _heard(region, rank_step)]
 
 
 def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Entry, tuple[int, ...]]]:
     """Every distinct entry of a replica, with the world ranks that make it; in the order of the forward pass."""
-    seats = [seat_of(spec, layout, rank, step) for rank in range(layout.world)]
+    rank_steps = [rank_step_of(spec, layout, rank, step) for rank in range(layout.world)]
     makers: dict[Entry, list[int]] = {}
     for region in REGIONS:
-        for rank, seat in enumerate(seats):
-            for entry in _heard(region, seat):
+        for rank, rank_step in enumerate(rank_steps):
+            for entry in _heard(region, rank_step):
                 makers.setdefault(entry, []).append(rank)
     return [(entry, tuple(ranks)) for entry, ranks in makers.items()]
 
@@ -143,101 +145,107 @@ def counters(entries: Sequence[Entry], axis: str) -> tuple[Counter[str], Counter
     return calls, sent_bytes
 
 
-def arriving(seat: Seat) -> Iterator[Entry]:
+def arriving(rank_step: RankStep) -> Iterator[Entry]:
     """Each rank's own tokens come from the stage before (the sender pays for the bytes), and are joined."""
-    if not seat.own.first_stage:
-        if seat.own_bytes:
-            yield recv("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
-        if not seat.is_scattered:
-            yield all_gather("stage boundary", "tp", seat.layout.tp, seat.own_bytes)
+    if not rank_step.own.first_stage:
+        if rank_step.own_bytes:
+            yield recv("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
+        if not rank_step.is_scattered:
+            yield all_gather("stage boundary", "tp", rank_step.layout.tp, rank_step.own_bytes)
 
 
-def embedding(seat: Seat) -> Iterator[Entry]:
+def embedding(rank_step: RankStep) -> Iterator[Entry]:
     """Each rank looks up the ids it has rows for; the sum is the embedding."""
-    if seat.own.first_stage:
-        yield _sum(seat, "embedding")
+    if rank_step.own.first_stage:
+        yield _sum(rank_step, "embedding")
 
 
-def attention_input(seat: Seat) -> Iterator[Entry]:
+def attention_input(rank_step: RankStep) -> Iterator[Entry]:
     """The projections to queries, keys and values want all tokens."""
-    yield from _gathered(seat, "attention input", len(seat.own.layers))
+    yield from _gathered(rank_step, "attention input", len(rank_step.own.layers))
 
 
-def width_norms(seat: Seat) -> Iterator[Entry]:
+def width_norms(rank_step: RankStep) -> Iterator[Entry]:
     """Norms over all heads at once: two sums of squares a token (fp32) in each layer."""
-    if seat.spec.qk_norm == "width":
-        calls = len(seat.own.layers)
-        yield all_reduce("q and k norms", "tp", seat.layout.tp, seat.num_tokens * 2 * DTYPE_BYTES["float32"], calls=calls)
+    if rank_step.spec.qk_norm == "width":
+        calls = len(rank_step.own.layers)
+        yield all_reduce(
+            "q and k norms", "tp", rank_step.layout.tp, rank_step.num_tokens * 2 * DTYPE_BYTES["float32"], calls=calls
+        )
 
 
-def attention_context(seat: Seat) -> Iterator[Entry]:
+def attention_context(rank_step: RankStep) -> Iterator[Entry]:
     """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
-    yield from context(seat.spec, seat.layout, seat.at, seat.own, seat.step)
+    yield from context(rank_step.spec, rank_step.layout, rank_step.at, rank_step.own, rank_step.step)
 
 
-def attention_output(seat: Seat) -> Iterator[Entry]:
+def attention_output(rank_step: RankStep) -> Iterator[Entry]:
     """The output projection is row parallel: its partial sums are added, once a layer."""
-    yield _sum(seat, "attention output", len(seat.own.layers))
+    yield _sum(rank_step, "attention output", len(rank_step.own.layers))
 
 
-def mlp_input(seat: Seat) -> Iterator[Entry]:
+def mlp_input(rank_step: RankStep) -> Iterator[Entry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
-    yield from _gathered(seat, "mlp input", seat.num_split + seat.travels.num_cp_split)
-    if seat.travels.num_layers:
-        yield from to_experts(seat.travels)
+    yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.travels.num_cp_split)
+    if rank_step.travels.num_layers:
+        yield from to_experts(rank_step.travels)
 
 
-def mlp_output(seat: Seat) -> Iterator[Entry]:
+def mlp_output(rank_step: RankStep) -> Iterator[Entry]:
     """The down projection is row parallel."""
-    if seat.travels.num_layers:
-        yield from from_experts(seat.travels, seat.is_scattered)
-    yield _sum(seat, "mlp output", seat.num_split)
+    if rank_step.travels.num_layers:
+        yield from from_experts(rank_step.travels, rank_step.is_scattered)
+    yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 
-def head_input(seat: Seat) -> Iterator[Entry]:
+def head_input(rank_step: RankStep) -> Iterator[Entry]:
     """The head wants rows of any token."""
-    if seat.own.last_stage:
-        yield from _gathered(seat, "head input", 1)
+    if rank_step.own.last_stage:
+        yield from _gathered(rank_step, "head input", 1)
 
 
-def leaving(seat: Seat) -> Iterator[Entry]:
+def leaving(rank_step: RankStep) -> Iterator[Entry]:
     """Each rank's own tokens go to the next stage: once, whatever the number of layers. A rank without any sends nothing."""
-    if not seat.own.last_stage and seat.own_bytes:
-        yield send("stage boundary", "pp", seat.layout.pp, seat.own_bytes)
+    if not rank_step.own.last_stage and rank_step.own_bytes:
+        yield send("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
 
 
-def choosing(seat: Seat) -> Iterator[Entry]:
+def choosing(rank_step: RankStep) -> Iterator[Entry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
     split over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
-    if not seat.own.last_stage or seat.at.cp > 0:
+    if not rank_step.own.last_stage or rank_step.at.cp > 0:
         return
-    axis, size, step = "tp", seat.layout.tp, seat.step
-    if is_over_stage(seat.spec, seat.layout):
-        axis, size, step = HEAD_AXIS, seat.layout.attn_dp * seat.layout.tp, seat.whole
+    axis, size, step = "tp", rank_step.layout.tp, rank_step.step
+    if is_over_stage(rank_step.spec, rank_step.layout):
+        axis, size, step = HEAD_AXIS, rank_step.layout.attn_dp * rank_step.layout.tp, rank_step.whole
     rows = [row.choosing for row in step.rows if row.choosing is not None]
     if rows and axis == HEAD_AXIS:
-        mine = sum(row.choosing is not None for row in seat.step.rows)
-        yield all_gather("head rows", axis, size, seat.hidden_bytes(len(partition(mine, seat.layout.tp)[seat.at.tp])))
-    ends = [min(part.stop, seat.spec.vocab_size) for part in head_vocabulary(seat.spec, seat.layout)]
-    widths = [len(range(part.start, end)) for part, end in zip(head_vocabulary(seat.spec, seat.layout), ends, strict=True)]
-    yield from sampling(rows, seat.spec.vocab_size, max(widths), axis, size)
+        mine = sum(row.choosing is not None for row in rank_step.step.rows)
+        yield all_gather(
+            "head rows", axis, size, rank_step.hidden_bytes(len(partition(mine, rank_step.layout.tp)[rank_step.at.tp]))
+        )
+    ends = [min(part.stop, rank_step.spec.vocab_size) for part in head_vocabulary(rank_step.spec, rank_step.layout)]
+    widths = [
+        len(range(part.start, end)) for part, end in zip(head_vocabulary(rank_step.spec, rank_step.layout), ends, strict=True)
+    ]
+    yield from sampling(rows, rank_step.spec.vocab_size, max(widths), axis, size)
 
 
-def telling(seat: Seat) -> Iterator[Entry]:
+def telling(rank_step: RankStep) -> Iterator[Entry]:
     """The last stage tells each other stage the step's tokens, 8 bytes each, so that their next step need not wait for the
     engine. They are taken when a later step needs them, and counted here."""
-    rows, stages = sum(row.choosing is not None for row in seat.step.rows), seat.layout.pp
-    if rows and seat.own.last_stage:
-        if seat.at.cp == 0:
-            yield send("token feedback", "cp", seat.layout.cp, 8 * rows, seat.layout.cp - 1)
+    rows, stages = sum(row.choosing is not None for row in rank_step.step.rows), rank_step.layout.pp
+    if rows and rank_step.own.last_stage:
+        if rank_step.at.cp == 0:
+            yield send("token feedback", "cp", rank_step.layout.cp, 8 * rows, rank_step.layout.cp - 1)
         else:
-            yield recv("token feedback", "cp", seat.layout.cp, 8 * rows)
+            yield recv("token feedback", "cp", rank_step.layout.cp, 8 * rows)
         yield send("token feedback", "pp", stages, 8 * rows, stages - 1)
     elif rows:
         yield recv("token feedback", "pp", stages, 8 * rows)
 
 
-Region = Callable[[Seat], Iterator[Entry]]
+Region = Callable[[RankStep], Iterator[Entry]]
 REGIONS: tuple[Region, ...] = (
     arriving,
     embedding,
@@ -255,22 +263,22 @@ REGIONS: tuple[Region, ...] = (
 """In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
 
 
-def _sum(seat: Seat, where: str, calls: int = 1) -> Entry:
+def _sum(rank_step: RankStep, where: str, calls: int = 1) -> Entry:
     """Partial sums over the tp group, added; each rank keeps all tokens of the sum or its own."""
-    whole = seat.hidden_bytes(seat.num_tokens)
-    if seat.is_scattered:
-        return reduce_scatter(where, "tp", seat.layout.tp, whole, seat.own_bytes, calls)
-    return all_reduce(where, "tp", seat.layout.tp, whole, calls)
+    whole = rank_step.hidden_bytes(rank_step.num_tokens)
+    if rank_step.is_scattered:
+        return reduce_scatter(where, "tp", rank_step.layout.tp, whole, rank_step.own_bytes, calls)
+    return all_reduce(where, "tp", rank_step.layout.tp, whole, calls)
 
 
-def _gathered(seat: Seat, where: str, calls: int) -> Iterator[Entry]:
+def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[Entry]:
     """All tokens where the rank holds its own only."""
-    if seat.is_scattered:
-        yield all_gather(where, "tp", seat.layout.tp, seat.own_bytes, calls)
+    if rank_step.is_scattered:
+        yield all_gather(where, "tp", rank_step.layout.tp, rank_step.own_bytes, calls)
 
 
-def _heard(region: Region, seat: Seat) -> list[Entry]:
+def _heard(region: Region, rank_step: RankStep) -> list[Entry]:
     """The entries of a region that anybody else hears of. A lane without rows only runs its experts, and its part of
     the head, for the others."""
-    said = [entry for entry in region(seat) if entry.group_size > 1 and entry.calls]
-    return said if seat.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]
+    said = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]
+    return said if rank_step.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]

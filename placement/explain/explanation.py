@@ -14,7 +14,7 @@ from placement.cost.balance import MEASURE, Balance, balance, bubble
 from placement.cost.collectives import Entry
 from placement.cost.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
 from placement.cost.step_shape import StepShape
-from placement.cost.traffic import seat_of, traffic
+from placement.cost.traffic import rank_step_of, traffic
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
@@ -116,9 +116,9 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
 
 
 def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
-    seat = seat_of(spec, layout, memory.world_rank, step)
-    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in seat.step.rows)
-    return RankView(memory.world_rank, seat.at, seat.own, memory, blocks * memory.block_bytes, seat.num_hidden)
+    rank_step = rank_step_of(spec, layout, memory.world_rank, step)
+    blocks = sum(memory.blocks_of(row.context + row.tokens) for row in rank_step.step.rows)
+    return RankView(memory.world_rank, rank_step.at, rank_step.own, memory, blocks * memory.block_bytes, rank_step.num_hidden)
 
 
 def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from placement.cost.step_shape import StepShape
-from placement.cost.traffic import counters, rank_traffic, seat_of, traffic
+from placement.cost.traffic import counters, rank_step_of, rank_traffic, traffic
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 
@@ -71,9 +71,9 @@ def test_a_scattered_layer_sends_the_bytes_of_two_sums_in_twice_the_calls(tokens
 
 
 def test_norm_regions_hold_their_share_of_the_tokens() -> None:
-    held = [seat_of(llama(), Layout(tp=4, sp=True), rank, StepShape.of(1, 2001)).num_hidden for rank in range(4)]
+    held = [rank_step_of(llama(), Layout(tp=4, sp=True), rank, StepShape.of(1, 2001)).num_hidden for rank in range(4)]
     assert held == [501, 500, 500, 500]
-    assert seat_of(llama(), Layout(tp=4, sp=True), 0, SHORT).num_hidden == 32
+    assert rank_step_of(llama(), Layout(tp=4, sp=True), 0, SHORT).num_hidden == 32
 
 
 def test_one_rank_says_nothing() -> None:
