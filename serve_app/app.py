@@ -31,7 +31,7 @@ from cluster.replica.seats import NODE_ID, none_at_all
 from cluster.replica.settings import ReplicaSettings, shared_variables
 from cluster.replica.waiting import SeatError
 from placement.checkpoint import header
-from placement.nodes.assignment import seat_all
+from placement.nodes.assignment import assign_replicas
 from serve_app.deployment.catalog import resolve
 from serve_app.deployment.names import ENGINE, INGRESS
 from serve_app.deployment.pools import Service, service
@@ -188,8 +188,8 @@ def _with_slots(settings: ReplicaSettings) -> dict[str, str]:
 
 def _most_a_node(settings: ReplicaSettings) -> int | None:
     """Engines a node gets at most: as many as replicas have their first ranks on one, so that both live together."""
-    seatings = seat_all(settings.layout, settings.spec, discover(settings.device, settings.pool))
-    return max(Counter(seating.nodes[0] for seating in seatings).values()) if seatings else None
+    assignments = assign_replicas(settings.layout, settings.spec, discover(settings.device, settings.pool))
+    return max(Counter(assignment.nodes[0] for assignment in assignments).values()) if assignments else None
 
 
 def _entrance(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:

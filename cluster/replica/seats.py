@@ -27,7 +27,7 @@ from cluster.replica.waiting import SeatError, Wait
 from placement.cost.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
-from placement.nodes.assignment import Seating, seat
+from placement.nodes.assignment import BundleAssignment, assign_bundles
 from placement.nodes.bundles import Bundle, bundle_of, bundles, counted, impossible
 from placement.nodes.hardware import ClusterSpec
 
@@ -116,16 +116,16 @@ def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | Non
     free = free_slots(cluster, available(), settings.device)
     ids = [node.id for node in cluster.nodes]
     others = [at for at, node in enumerate(cluster.nodes) if free[at] < node.slots]
-    seating = seat(settings.layout, settings.spec, cluster, free, others, ids.index(home) if home in ids else None)
-    if seating is None:
+    assignment = assign_bundles(settings.layout, settings.spec, cluster, free, others, ids.index(home) if home in ids else None)
+    if assignment is None:
         return None
-    nodes = tuple(ids[at] for at in seating.nodes)
+    nodes = tuple(ids[at] for at in assignment.nodes)
     group = placement_group([dict(bundle) for bundle in wanted], bundle_label_selector=[{NODE_ID: node} for node in nodes])
     if not group.wait(_RESERVE_S):
         remove_placement_group(group)
         return None
     _verify(group, nodes)
-    _warn_of_slow_links(settings, cluster, seating)
+    _warn_of_slow_links(settings, cluster, assignment)
     return Seats(group, bundles_of_ranks(settings), nodes)
 
 
@@ -138,10 +138,10 @@ def _verify(group: PlacementGroup, nodes: Sequence[str]) -> None:
         raise SeatError(f"Ray has placed {'; '.join(wrong)}")
 
 
-def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, seating: Seating) -> None:
+def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, assignment: BundleAssignment) -> None:
     """A layout that must cross a slow link says what that costs: one token for each lane."""
     step = StepShape.of(settings.layout.attn_dp, 1, dtype=settings.dtype, lanes=settings.layout.attn_dp)
-    ranks = nodes_of_ranks(settings.layout, seating)
+    ranks = nodes_of_ranks(settings.layout, assignment)
     for line in crossing_lines(cluster, link_loads(settings.spec, settings.layout, step, cluster, ranks), only_slow=True):
         log.warning("%s", line)
 

@@ -1,4 +1,4 @@
-"""What a seating sends between nodes in one step, and how long the links take for it.
+"""What an assignment of bundles to nodes sends between nodes in one step, and how long the links take for it.
 
 The bytes are those of `placement.cost.traffic`. Whom they go to follows from the operation::
 
@@ -23,7 +23,7 @@ from placement.cost.units import size_text
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
-from placement.nodes.assignment import Seating
+from placement.nodes.assignment import BundleAssignment
 from placement.nodes.hardware import ClusterSpec
 from placement.nodes.links import Link
 
@@ -87,9 +87,9 @@ def crossing_lines(cluster: ClusterSpec, loads: Sequence[LinkLoad], only_slow: b
             yield f"{load.where} ({load.axis}) crosses {a} -> {b}: {cost}, {time_text(load.seconds)} ({speed})"
 
 
-def nodes_of_ranks(layout: Layout, seating: Seating) -> list[int]:
+def nodes_of_ranks(layout: Layout, assignment: BundleAssignment) -> list[int]:
     """The node of every world rank."""
-    return [seating.node_of_rank(layout, rank) for rank in range(layout.world)]
+    return [assignment.node_of_rank(layout, rank) for rank in range(layout.world)]
 
 
 def speed_text(bytes_per_s: float) -> str:

@@ -11,23 +11,23 @@ from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout, LayoutError
 from placement.legality.suggestions import sizes
 from placement.model.spec import ModelSpec
-from placement.nodes.assignment import Seating, seat_all
+from placement.nodes.assignment import BundleAssignment, assign_replicas
 from placement.nodes.hardware import ClusterSpec
 
 
-def seated(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[Seating]:
-    """Seats for every replica of a layout that has passed `placement.legality.check` on this cluster."""
-    seatings = seat_all(layout, spec, cluster)
-    if seatings is None:
-        raise LayoutError(f"{layout} has no seats on {len(cluster.nodes)} nodes with {cluster.slots} slots")
-    return seatings
+def assigned_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment]:
+    """The assignment of every replica of a layout that has passed `placement.legality.check` on this cluster."""
+    assignments = assign_replicas(layout, spec, cluster)
+    if assignments is None:
+        raise LayoutError(f"{layout} does not fit on {len(cluster.nodes)} nodes with {cluster.slots} slots")
+    return assignments
 
 
-def seating_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> Iterator[str]:
+def assignment_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> Iterator[str]:
     """Who sits where, then what crosses between nodes in one step of each replica."""
-    yield f"seats on {len(cluster.nodes)} nodes of {sizes(node.slots for node in cluster.nodes)} slots"
-    for index, seating in enumerate(seated(layout, spec, cluster)):
-        ranks = nodes_of_ranks(layout, seating)
+    yield f"placement on {len(cluster.nodes)} nodes of {sizes(node.slots for node in cluster.nodes)} slots"
+    for index, assignment in enumerate(assigned_replicas(layout, spec, cluster)):
+        ranks = nodes_of_ranks(layout, assignment)
         for node in dict.fromkeys(ranks):
             here = sizes(rank for rank, other in enumerate(ranks) if other == node)
             replica = f"replica {index}, " if layout.replicas > 1 else ""
@@ -38,16 +38,16 @@ def seating_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: Clu
             yield f"  a step waits for the busiest link {time_text(busiest_seconds(loads))} at least"
 
 
-def seating_json(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> list[dict[str, Any]]:
+def assignment_json(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> list[dict[str, Any]]:
     """The same of each replica."""
     found = []
-    for seating in seated(layout, spec, cluster):
-        ranks = nodes_of_ranks(layout, seating)
+    for assignment in assigned_replicas(layout, spec, cluster):
+        ranks = nodes_of_ranks(layout, assignment)
         loads = link_loads(spec, layout, step, cluster, ranks)
         found.append(
             {
                 "node_of_rank": [cluster.nodes[node].name for node in ranks],
-                "crossings": asdict(seating.crossings),
+                "crossings": asdict(assignment.crossings),
                 "links": [
                     {
                         "from": cluster.nodes[load.source].name,

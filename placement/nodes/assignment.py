@@ -1,13 +1,13 @@
 """Which node each bundle of a replica sits on, so that what talks most sits nearest.
 
-Only bundles (tp groups) are seated: a tp group is one bundle, and a bundle never leaves its node. What else talks::
+Only bundles (tp groups) are assigned: a tp group is one bundle, and a bundle never leaves its node. What else talks::
 
     in every layer    cp rings, and the ranks of one copy of the experts        keep inside a fast domain, then on one node
     once a step       a stage and the next, lanes of one replica                keep inside a fast domain
     never             replicas                                                  keep apart
 
 Stages go to distinct nodes of a domain where there are enough. What comes first is the order of the fields of `Crossings`; the
-search (depth first, cheapest seat first, never deeper than the best found) returns the best there is while the cluster is
+search (depth first, cheapest node first, never deeper than the best found) returns the best there is while the cluster is
 small, and the best it found in its budget otherwise.
 """
 
@@ -22,14 +22,14 @@ from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
 
 _BUDGET = 5_000
-"""Seats tried at most."""
+"""Nodes tried at most."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, order=True)
 class Crossings:
-    """What a seating crosses; less is better, and the first field that differs decides.
+    """What an assignment crosses; less is better, and the first field that differs decides.
 
     A group of bundles counts one less than the domains (racks, zones; then nodes) it lies in.
     """
@@ -63,7 +63,7 @@ class Crossings:
 
 
 @dataclass(frozen=True)
-class Seating:
+class BundleAssignment:
     """The node (by its index in the cluster) of each bundle of one replica."""
 
     nodes: tuple[int, ...]
@@ -74,15 +74,15 @@ class Seating:
         return self.nodes[world_rank // layout.tp]
 
 
-def seat(
+def assign_bundles(
     layout: Layout,
     model: ModelSpec,
     cluster: ClusterSpec,
     free: Sequence[int] | None = None,
     others: Collection[int] = (),
     home: int | None = None,
-) -> Seating | None:
-    """Seats for one replica, or None where `free` slots (by node; all, unless given) have no room for its bundles.
+) -> BundleAssignment | None:
+    """The nodes of one replica's bundles, or None where `free` slots (by node; all, unless given) have no room for its bundles.
 
     `others`: nodes that serve other replicas. `home`: the node to begin on where nothing speaks against it.
     """
@@ -93,19 +93,19 @@ def seat(
     return _Search(layout, talkers(layout, model), lanes(layout), cluster, room, frozenset(others), home).best()
 
 
-def seat_all(layout: Layout, model: ModelSpec, cluster: ClusterSpec) -> list[Seating] | None:
-    """Seats for every replica, one after the other on an idle cluster; None where they do not fit together."""
+def assign_replicas(layout: Layout, model: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
+    """The assignment of every replica, one after the other on an idle cluster; None where they do not fit together."""
     free = [node.slots for node in cluster.nodes]
-    seatings: list[Seating] = []
+    assignments: list[BundleAssignment] = []
     for _ in range(layout.replicas):
-        taken = {node for seating in seatings for node in seating.nodes}
-        seating = seat(layout, model, cluster, free, taken)
-        if seating is None:
+        taken = {node for assignment in assignments for node in assignment.nodes}
+        assignment = assign_bundles(layout, model, cluster, free, taken)
+        if assignment is None:
             return None
-        for node in seating.nodes:
+        for node in assignment.nodes:
             free[node] -= layout.tp
-        seatings.append(seating)
-    return seatings
+        assignments.append(assignment)
+    return assignments
 
 
 def talkers(layout: Layout, model: ModelSpec) -> Groups:
@@ -126,7 +126,7 @@ def _bundled(layout: Layout, axes: Sequence[str]) -> Groups:
 
 @dataclass
 class _Search:
-    """One search. `seats` is the seating so far, bundle by bundle; everything else follows from it."""
+    """One search. `assigned` is the assignment so far, bundle by bundle; everything else follows from it."""
 
     layout: Layout
     groups: Groups
@@ -135,8 +135,8 @@ class _Search:
     room: list[int]
     others: frozenset[int]
     home: int | None
-    seats: list[int] = field(default_factory=list)
-    found: Seating | None = None
+    assigned: list[int] = field(default_factory=list)
+    found: BundleAssignment | None = None
     budget: int = _BUDGET
 
     def __post_init__(self) -> None:
@@ -147,49 +147,51 @@ class _Search:
         self.groups_of = [[group for group in self.groups if bundle in group] for bundle in range(self.total)]
         self.lanes_of = [[group for group in self.lanes if bundle in group] for bundle in range(self.total)]
 
-    def best(self) -> Seating | None:
+    def best(self) -> BundleAssignment | None:
         self._go_on(Crossings())
         return self.found
 
     def _go_on(self, cost: Crossings) -> None:
-        if len(self.seats) == self.total:
-            self.found = Seating(tuple(self.seats), cost)
+        if len(self.assigned) == self.total:
+            self.found = BundleAssignment(tuple(self.assigned), cost)
             return
         for more, node in self._options():
             if self.found is not None and (self.budget <= 0 or cost + more >= self.found.crossings):
                 continue
             self.budget -= 1
             self.room[node] -= 1
-            self.seats.append(node)
+            self.assigned.append(node)
             self._go_on(cost + more)
-            self.seats.pop()
+            self.assigned.pop()
             self.room[node] += 1
 
     def _options(self) -> list[tuple[Crossings, int]]:
-        """Seats for the next bundle, the most promising first; of nodes that are alike only one."""
+        """Nodes for the next bundle, the most promising first; of nodes that are alike only one."""
         unlike: dict[object, int] = {}
         for node, room in enumerate(self.room):
             if room:
                 unlike.setdefault(self._likeness(node), node)
         priced = [(self._price(node), node) for node in unlike.values()]
-        return sorted(priced, key=lambda option: (option[0], option[1] != self.home or bool(self.seats), self._fit(option[1])))
+        return sorted(
+            priced, key=lambda option: (option[0], option[1] != self.home or bool(self.assigned), self._fit(option[1]))
+        )
 
     def _price(self, node: int) -> Crossings:
         """What the next bundle adds on this node."""
-        bundle, stage = len(self.seats), len(self.seats) // self.per_stage
+        bundle, stage = len(self.assigned), len(self.assigned) // self.per_stage
         before = bundle - self.per_stage
-        mine = self.seats[stage * self.per_stage :]
-        earlier = self.seats[: stage * self.per_stage]
-        groups = [[self.seats[other] for other in group if other < bundle] for group in self.groups_of[bundle]]
-        hops = [[self.seats[other] for other in group if other < bundle] for group in self.lanes_of[bundle]]
-        hops += [[self.seats[before]]] if before >= 0 else []
+        mine = self.assigned[stage * self.per_stage :]
+        earlier = self.assigned[: stage * self.per_stage]
+        groups = [[self.assigned[other] for other in group if other < bundle] for group in self.groups_of[bundle]]
+        hops = [[self.assigned[other] for other in group if other < bundle] for group in self.lanes_of[bundle]]
+        hops += [[self.assigned[before]]] if before >= 0 else []
         return Crossings(
             far_groups=sum(self._new_regions(node, there) for there in groups),
             far_hops=sum(self._new_regions(node, there) for there in hops),
             near_groups=sum(bool(there) and node not in there for there in groups),
             shared_stages=int(node in earlier and node not in mine),
             spread=int(bool(mine) and node not in mine),
-            shared_replicas=int(node in self.others and node not in self.seats),
+            shared_replicas=int(node in self.others and node not in self.assigned),
         )
 
     def _new_regions(self, node: int, there: Sequence[int]) -> int:
@@ -201,16 +203,16 @@ class _Search:
     def _fit(self, node: int) -> tuple[int, int, int]:
         """How well what is left fits: first its domain holds the replica, then the node the stage; the tightest first."""
         domain = sum(room for other, room in enumerate(self.room) if self.regions[other] == self.regions[node])
-        left = self.total - len(self.seats)
-        of_stage = self.per_stage - len(self.seats) % self.per_stage
+        left = self.total - len(self.assigned)
+        of_stage = self.per_stage - len(self.assigned) % self.per_stage
         return _tightness(domain, left), _tightness(self.room[node], of_stage), node
 
     def _likeness(self, node: int) -> object:
         """Equal for nodes that make no difference."""
         flags = (self.room[node], node in self.others, node == self.home)
-        if node in self.seats:
+        if node in self.assigned:
             return node
-        if any(self.regions[seat] == self.regions[node] for seat in self.seats):
+        if any(self.regions[other] == self.regions[node] for other in self.assigned):
             return self.regions[node], flags
         return self.regions[node][1], flags, tuple(sorted(self._profile(node)))
 

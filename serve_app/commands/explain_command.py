@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from placement.checkpoint import header as checkpoint_header
 from placement.checkpoint.hf.safetensors_file import AbsentWeights
 from placement.cost.step_shape import StepShape
-from placement.explain.assignment_text import seating_json, seating_lines
+from placement.explain.assignment_text import assignment_json, assignment_lines
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import as_json, explain
 from placement.explain.handoff_text import explain_handoff, handoff_json, handoff_text
@@ -75,12 +75,12 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
     step = _step(args, spec.dtype, layout.attn_dp)
     explained = explain(spec, layout, step)
     if as_json_text:
-        seats = {} if cluster is None else {"seats": seating_json(spec, layout, step, cluster)}
-        typer.echo(json.dumps(as_json(explained, files.name) | seats))
+        assignments = {} if cluster is None else {"seats": assignment_json(spec, layout, step, cluster)}
+        typer.echo(json.dumps(as_json(explained, files.name) | assignments))
         return
     typer.echo(as_text(explained, files.name))
     if cluster is not None:
-        typer.echo("\n" + "\n".join(seating_lines(spec, layout, step, cluster)))
+        typer.echo("\n" + "\n".join(assignment_lines(spec, layout, step, cluster)))
 
 
 def _cluster(args: ExplainArgs) -> ClusterSpec | None:

@@ -128,7 +128,7 @@ def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
     assert "no shardwright serve runs" in none.stderr
 
 
-def test_what_cannot_be_seated_is_refused_before_anything_starts() -> None:
+def test_what_cannot_be_placed_is_refused_before_anything_starts() -> None:
     began = time.monotonic()
     refused = run("serve", str(tiny("llama3").folder), "--nodes", "2x1", "--layout", "tp=2")
     assert time.monotonic() - began < SOON_S

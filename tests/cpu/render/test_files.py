@@ -17,7 +17,7 @@ from placement.checkpoint import header as checkpoint_header
 from placement.layout.layout import Layout, LayoutError
 from placement.legality.check import check
 from placement.model.spec import ModelSpec
-from placement.nodes.assignment import seat
+from placement.nodes.assignment import assign_bundles
 from placement.nodes.fleet import GIB, Machine, fleet
 from serve_app.commands.render_command import RenderArgs, deployment_of, render
 from serve_app.commands.render_text import text_of
@@ -60,9 +60,9 @@ def check_seats(made: Deployment) -> None:
         free = [node.slots for node in cluster.nodes]
         for layout in (pool.layout for pool in made.pools if group.pool in (None, pool.argument)):
             for _ in range(layout.replicas):
-                seating = seat(layout, smollm2(), cluster, free)
-                assert seating is not None, f"{layout} finds {free} free on {group}"
-                for node in seating.nodes:
+                assignment = assign_bundles(layout, smollm2(), cluster, free)
+                assert assignment is not None, f"{layout} finds {free} free on {group}"
+                for node in assignment.nodes:
                     free[node] -= layout.tp
 
 

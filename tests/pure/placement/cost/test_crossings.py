@@ -7,7 +7,7 @@ import pytest
 from placement.cost.crossings import busiest_seconds, crossing_lines, link_loads, nodes_of_ranks, speed_text, time_text
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
-from placement.nodes.assignment import seat
+from placement.nodes.assignment import assign_bundles
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import Link, NodeLink
 from tests.specs import DENSE
@@ -23,9 +23,9 @@ CLUSTER = ClusterSpec(
 
 def test_a_stage_boundary_between_nodes_sends_the_hidden_states_once() -> None:
     layout = Layout(tp=2, pp=2)
-    seating = seat(layout, SPEC, CLUSTER)
-    assert seating is not None
-    loads = link_loads(SPEC, layout, STEP, CLUSTER, nodes_of_ranks(layout, seating))
+    assignment = assign_bundles(layout, SPEC, CLUSTER)
+    assert assignment is not None
+    loads = link_loads(SPEC, layout, STEP, CLUSTER, nodes_of_ranks(layout, assignment))
     boundary = next(load for load in loads if load.where == "stage boundary")
     assert boundary.num_bytes == 4 * 10 * 64 * 4, "two ranks send half of the tokens each"
     assert boundary.calls == 1

@@ -1,4 +1,4 @@
-"""``explain --cluster``: seats and what they cost, to read and as JSON, and a cluster that does not hold the layout."""
+"""``explain --cluster``: the placement and what they cost, to read and as JSON, and a cluster that does not hold the layout."""
 
 from __future__ import annotations
 

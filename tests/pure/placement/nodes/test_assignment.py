@@ -1,4 +1,4 @@
-"""Seats: the least is crossed that can be, by brute force on small clusters, and what talks most sits nearest on large ones."""
+"""Assignment: the least is crossed that can be, by brute force on small clusters, and what talks most sits nearest on large ones."""
 
 from __future__ import annotations
 
@@ -12,109 +12,109 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import groups
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
-from placement.nodes.assignment import seat, seat_all
+from placement.nodes.assignment import assign_bundles, assign_replicas
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from tests.specs import DENSE
 
 CASES = 300
 MOST = 800
-"""Seatings that are tried one by one."""
+"""Assignments that are tried one by one."""
 SPARSE = DENSE.model_copy(update={"moe": MoESpec(num_experts=16, top_k=2, expert_size=12, layers=(1, 2, 3))})
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_a_small_seating_crosses_as_little_as_any(seed: int) -> None:
+def test_a_small_assignment_crosses_as_little_as_any(seed: int) -> None:
     draw = random.Random(seed)
     layout, model, cluster = _small_case(draw)
-    seatings = seat_all(layout, model, cluster)
+    assignments = assign_replicas(layout, model, cluster)
     room = [node.slots // layout.tp for node in cluster.nodes]
     bundles = layout.world // layout.tp
-    if seatings is None:
+    if assignments is None:
         assert sum(room) < layout.replicas * bundles
         return
-    assert len(seatings) == layout.replicas
+    assert len(assignments) == layout.replicas
     used: set[int] = set()
-    for seating in seatings:
-        assert len(seating.nodes) == bundles
-        assert seating.crossings.as_tuple() == _crossed(layout, model, cluster, seating.nodes, used)
+    for assignment in assignments:
+        assert len(assignment.nodes) == bundles
+        assert assignment.crossings.as_tuple() == _crossed(layout, model, cluster, assignment.nodes, used)
         legal = itertools.product(range(len(room)), repeat=bundles)
         least = min(
             _crossed(layout, model, cluster, nodes, used)
             for nodes in legal
             if all(nodes.count(node) <= room[node] for node in set(nodes))
         )
-        assert seating.crossings.as_tuple() == least, f"{layout} on {cluster}: {seating}"
-        for node in seating.nodes:
+        assert assignment.crossings.as_tuple() == least, f"{layout} on {cluster}: {assignment}"
+        for node in assignment.nodes:
             room[node] -= 1
         assert min(room) >= 0
-        used |= set(seating.nodes)
+        used |= set(assignment.nodes)
         for group in groups(layout, "tp"):
-            assert len({seating.node_of_rank(layout, rank) for rank in group}) == 1
+            assert len({assignment.node_of_rank(layout, rank) for rank in group}) == 1
 
 
 def test_stages_sit_apart_and_tp_groups_together() -> None:
     nodes = ClusterSpec(nodes=tuple(NodeSpec(name=name, slots=2) for name in "ab"))
-    seating = seat(Layout(tp=2, pp=2), DENSE, nodes)
-    assert seating is not None
-    assert sorted(seating.nodes) == [0, 1]
+    assignment = assign_bundles(Layout(tp=2, pp=2), DENSE, nodes)
+    assert assignment is not None
+    assert sorted(assignment.nodes) == [0, 1]
     roomy = ClusterSpec(nodes=tuple(NodeSpec(name=name, slots=8) for name in "ab"))
-    seating = seat(Layout(tp=2, pp=2), DENSE, roomy)
-    assert seating is not None
-    assert len(set(seating.nodes)) == 2
+    assignment = assign_bundles(Layout(tp=2, pp=2), DENSE, roomy)
+    assert assignment is not None
+    assert len(set(assignment.nodes)) == 2
 
 
 def test_stages_share_a_node_rather_than_cross_a_slow_link() -> None:
     nodes = ClusterSpec(nodes=(NodeSpec(name="a", slots=4, rack="r0"), NodeSpec(name="b", slots=4, rack="r1")))
-    seating = seat(Layout(tp=2, pp=2), DENSE, nodes)
-    assert seating is not None
-    assert len(set(seating.nodes)) == 1
-    seating = seat(Layout(tp=2, pp=4), DENSE, nodes)
-    assert seating is not None
-    assert seating.nodes in ((0, 0, 1, 1), (1, 1, 0, 0))
-    assert seating.crossings.far_hops == 2, "another rack is another domain too"
+    assignment = assign_bundles(Layout(tp=2, pp=2), DENSE, nodes)
+    assert assignment is not None
+    assert len(set(assignment.nodes)) == 1
+    assignment = assign_bundles(Layout(tp=2, pp=4), DENSE, nodes)
+    assert assignment is not None
+    assert assignment.nodes in ((0, 0, 1, 1), (1, 1, 0, 0))
+    assert assignment.crossings.far_hops == 2, "another rack is another domain too"
 
 
 def test_replicas_sit_apart() -> None:
     nodes = ClusterSpec(nodes=tuple(NodeSpec(name=str(at), slots=4) for at in range(3)))
-    seatings = seat_all(Layout(tp=2, replicas=3), DENSE, nodes)
-    assert seatings is not None
-    assert sorted(seating.nodes for seating in seatings) == [(0,), (1,), (2,)]
+    assignments = assign_replicas(Layout(tp=2, replicas=3), DENSE, nodes)
+    assert assignments is not None
+    assert sorted(assignment.nodes for assignment in assignments) == [(0,), (1,), (2,)]
 
 
 def test_a_replica_begins_at_home() -> None:
     nodes = ClusterSpec(nodes=tuple(NodeSpec(name=str(at), slots=4) for at in range(3)))
     for home in range(3):
-        seating = seat(Layout(tp=2, pp=2), DENSE, nodes, home=home)
-        assert seating is not None
-        assert seating.nodes[0] == home
+        assignment = assign_bundles(Layout(tp=2, pp=2), DENSE, nodes, home=home)
+        assert assignment is not None
+        assert assignment.nodes[0] == home
 
 
 def test_experts_stay_inside_the_fastest_domain_that_holds_them() -> None:
     """Two racks of two NVLink domains of two nodes of 4: 16 ranks of an expert group fit one rack, 8 one domain."""
     nodes = tuple(NodeSpec(name=f"n{at}", slots=4, rack=f"r{at // 4}", domain=f"d{at // 2}", kind="cuda") for at in range(8))
     cluster = ClusterSpec(nodes=nodes)
-    eight = seat(Layout(attn_dp=2, tp=4, ep=8), SPARSE, cluster)
+    eight = assign_bundles(Layout(attn_dp=2, tp=4, ep=8), SPARSE, cluster)
     assert eight is not None
     assert len({nodes[node].domain for node in eight.nodes}) == 1
-    sixteen = seat(Layout(attn_dp=4, tp=4, ep=16), SPARSE, cluster)
+    sixteen = assign_bundles(Layout(attn_dp=4, tp=4, ep=16), SPARSE, cluster)
     assert sixteen is not None
     assert len({nodes[node].rack for node in sixteen.nodes}) == 1
     assert sixteen.crossings.far_groups == 1
 
 
-def test_a_large_cluster_is_seated_well_within_the_budget() -> None:
+def test_a_large_cluster_is_assigned_well_within_the_budget() -> None:
     nodes = tuple(NodeSpec(name=f"n{at}", slots=8, rack=f"r{at // 8}", kind="cuda") for at in range(64))
-    seating = seat(Layout(tp=8, pp=4, cp=2), DENSE, ClusterSpec(nodes=nodes))
-    assert seating is not None
-    assert seating.crossings.as_tuple() == (0, 0, 4, 0, 4, 0)
-    assert len({nodes[node].rack for node in seating.nodes}) == 1
+    assignment = assign_bundles(Layout(tp=8, pp=4, cp=2), DENSE, ClusterSpec(nodes=nodes))
+    assert assignment is not None
+    assert assignment.crossings.as_tuple() == (0, 0, 4, 0, 4, 0)
+    assert len({nodes[node].rack for node in assignment.nodes}) == 1
 
 
-def test_no_room_is_no_seating() -> None:
+def test_no_room_is_no_assignment() -> None:
     cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=3), NodeSpec(name="b", slots=3)))
-    assert seat(Layout(tp=2, pp=3), DENSE, cluster) is None
-    assert seat(Layout(tp=2, pp=2), DENSE, cluster, free=[3, 1]) is None
-    assert seat_all(Layout(tp=2, replicas=3), DENSE, cluster) is None
+    assert assign_bundles(Layout(tp=2, pp=3), DENSE, cluster) is None
+    assert assign_bundles(Layout(tp=2, pp=2), DENSE, cluster, free=[3, 1]) is None
+    assert assign_replicas(Layout(tp=2, replicas=3), DENSE, cluster) is None
 
 
 def _small_case(draw: random.Random) -> tuple[Layout, ModelSpec, ClusterSpec]:
@@ -142,7 +142,7 @@ def _small_case(draw: random.Random) -> tuple[Layout, ModelSpec, ClusterSpec]:
 
 
 def _crossed(layout: Layout, model: ModelSpec, cluster: ClusterSpec, nodes: Sequence[int], used: set[int]) -> tuple[int, ...]:
-    """The crossings of a finished seating, from their definition and ranks alone."""
+    """The crossings of a finished assignment, from their definition and ranks alone."""
     node_of = [nodes[rank // layout.tp] for rank in range(layout.world)]
 
     def count(axes: Sequence[str], key) -> int:  # type: ignore[no-untyped-def]
