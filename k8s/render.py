@@ -13,7 +13,7 @@ _GPUS = {"device": "cuda", "slots": 8, "cpus": 96, "memory": "1024GiB", "image":
 
 OVERLAYS = {
     "cpu-demo": (
-        "The built-in model on two CPU seats of one machine.",
+        "The built-in model on two CPU slots of one machine.",
         {"model": "smollm2-135m", "layout": "tp=2", "slots": 2, "memory": "8GiB", "image": "shardwright:cpu", "spare": 1},
     ),
     "single-node-8gpu": (

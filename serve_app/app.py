@@ -25,11 +25,11 @@ from ray.serve.handle import DeploymentHandle
 from actors.wire.roles import Role
 from cluster.nodes import topology
 from cluster.nodes.discover import best_device, discover
+from cluster.replica.placement_group import NODE_ID, none_at_all
 from cluster.replica.replica import Replica
 from cluster.replica.roles import DutyReport
-from cluster.replica.seats import NODE_ID, none_at_all
 from cluster.replica.settings import ReplicaSettings, shared_variables
-from cluster.replica.waiting import SeatError
+from cluster.replica.waiting import PlacementError
 from placement.checkpoint import header
 from placement.nodes.assignment import assign_replicas
 from serve_app.deployment.catalog import resolve
@@ -93,11 +93,11 @@ class Ingress:
 
 def settings_in_cluster(args: ServeArgs) -> Service:
     """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError`, `LayoutError`, or
-    `SeatError` where no node has what a rank needs."""
+    `PlacementError` where no node has what a rank needs."""
     device = args.device if args.device != "auto" else best_device()
     reason = None if args.nodes_wait_s else none_at_all(device)
     if reason is not None:
-        raise SeatError(reason)
+        raise PlacementError(reason)
     return service(args, device, None if args.nodes_wait_s else discover(device))
 
 

@@ -82,7 +82,7 @@ def connect(
 ) -> Connection:
     """Join the cluster at `address` (or ``RAY_ADDRESS``); with neither, start an embedded one with `slots` CPU slots.
 
-    A slot is a seat for one rank, not a core: an embedded cluster has as many as the layout asks for, or the nodes of `shape`,
+    A slot is room for one rank, not a core: an embedded cluster has as many as the layout asks for, or the nodes of `shape`,
     which are raylets of this machine. It asks for a random token, so that no other program of the network can join it.
     `environment`: variables for the processes of an embedded cluster, unless they are set. Raises `ConnectionError` when no
     cluster answers at the address.
@@ -185,7 +185,7 @@ def configured_address() -> str | None:
 
 
 def this_machine(slots: int, shape: Shape | None = None) -> ClusterSpec:
-    """The cluster that `connect` would embed: this machine, with all its memory and a seat for each rank, or the nodes of
+    """The cluster that `connect` would embed: this machine, with all its memory and a slot for each rank, or the nodes of
     `shape`, with an even share of the memory each."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if shape is not None:

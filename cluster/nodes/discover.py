@@ -1,4 +1,4 @@
-"""What the connected cluster has: nodes, seats, memory, domains, as a value the pure packages can judge."""
+"""What the connected cluster has: nodes, slots, memory, domains, as a value the pure packages can judge."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
 
 
 def _worker_group(group: Group, pod: Manifest) -> Manifest:
-    """Its label keeps the replicas of other pools away: see `cluster.replica.seats`."""
+    """Its label keeps the replicas of other pools away: see `cluster.replica.placement_group`."""
     fleet = group.fleet
     return {
         "groupName": group.name,

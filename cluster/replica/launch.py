@@ -1,6 +1,6 @@
-"""From seats to running ranks: actors in their bundles, groups joined, weights loaded.
+"""From reserved bundles to running ranks: actors in their bundles, groups joined, weights loaded.
 
-take seats ──→ make actors ──→ places ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
+reserve bundles ──→ make actors ──→ places ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
 from cluster.embedded.local import NAMESPACE
+from cluster.replica.placement_group import ReservedBundles
 from cluster.replica.rank_actor import RankActor
-from cluster.replica.seats import Seats
+from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import tier_settings
-from cluster.replica.whereabouts import LaunchError, check_reachable, check_seats, described
 from placement.model.spec import ModelError
 from placement.ownership.context import BLOCK_TOKENS
 
@@ -50,23 +50,23 @@ class Ranks:
             ray.kill(actor)
 
 
-def launch(settings: ReplicaSettings, seats: Seats, name: str) -> Ranks:
-    """Bring up all ranks of one replica in its seats. On any failure every rank is ended, and `LaunchError` says why."""
+def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> Ranks:
+    """Bring up all ranks of one replica in its reserved bundles. On any failure every rank is ended, and `LaunchError` says why."""
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
-    actors = tuple(_make(settings, seats, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
+    actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:
-        places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, seats))
-        check_seats(places, seats)
+        places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, reserved))
+        check_placement(places, reserved)
         check_reachable(places)
-        port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline, seats)[0]
+        port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline, reserved)[0]
         rendezvous = Rendezvous(
             token=token,
             nodes=tuple(place.node_id for place in places),
             hosts=tuple(place.host for place in places),
             store_port=port,
         )
-        _connect(actors, rendezvous, places, deadline, seats)
-        loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline, seats))
+        _connect(actors, rendezvous, places, deadline, reserved)
+        loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline, reserved))
     except BaseException:
         for actor in actors:
             ray.kill(actor)
@@ -98,7 +98,7 @@ def _asked(method: str, timeout_s: float) -> dict[str, Any]:
     return dict(sorted(answers.items()))
 
 
-def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> ActorHandle[Any]:
+def _make(settings: ReplicaSettings, reserved: ReservedBundles, rank: int, name: str) -> ActorHandle[Any]:
     config = RankConfig(
         world_rank=rank,
         layout=settings.layout,
@@ -122,7 +122,7 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
             max_restarts=0,
             runtime_env={"env_vars": settings.environment} if settings.environment else None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=seats.group, placement_group_bundle_index=seats.bundle_of_rank[rank]
+                placement_group=reserved.group, placement_group_bundle_index=reserved.bundle_of_rank[rank]
             ),
         )
         .remote(config)
@@ -131,23 +131,27 @@ def _make(settings: ReplicaSettings, seats: Seats, rank: int, name: str) -> Acto
 
 
 def _connect(
-    actors: Sequence[ActorHandle[Any]], rendezvous: Rendezvous, places: Sequence[Place], deadline: float, seats: Seats
+    actors: Sequence[ActorHandle[Any]],
+    rendezvous: Rendezvous,
+    places: Sequence[Place],
+    deadline: float,
+    reserved: ReservedBundles,
 ) -> None:
     """All ranks join their groups. Raises `LaunchError`, which says where they all are."""
     try:
-        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, seats)
+        _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, reserved)
     except LaunchError as error:
         raise LaunchError(f"{error}; ranks: {described(places)}") from error
 
 
-def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, seats: Seats) -> list[Any]:
-    """Every result, in rank order; the first failure, a lost seat or the deadline ends the wait. Raises `LaunchError`."""
+def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, reserved: ReservedBundles) -> list[Any]:
+    """Every result, in rank order; the first failure, a lost bundle or the deadline ends the wait. Raises `LaunchError`."""
     waiting, rank_of = list(refs), {ref: rank for rank, ref in enumerate(refs)}
     while waiting:
         left = deadline - time.monotonic()
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(min(left, _LOOK_EVERY_S), 0))
         ranks = ", ".join(str(rank_of[ref]) for ref in waiting)
-        if not ready and not seats.are_whole():
+        if not ready and not reserved.are_whole():
             raise LaunchError(f"a node was lost while waiting for rank {ranks} to {what}")
         if not ready and left > 0:
             continue

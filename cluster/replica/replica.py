@@ -1,7 +1,7 @@
 """A replica: one engine and the ranks that run its plans, alive as long as both are.
 
 Any rank's death, or a step that does not come back, ends all ranks: their requests get one error event each, and the
-ranks are made anew in the same seats, or in others where a node is gone. The replica process itself stays.
+ranks are made anew in the same bundles, or in others where a node is gone. The replica process itself stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.engine.refusal import RequestRefused
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, Work
-from cluster.replica import launch, seats
+from cluster.replica import launch, placement_group
 from cluster.replica.roles import Duty, DutyReport
 from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from cluster.replica.tiers import tiering
@@ -57,8 +57,8 @@ class Replica:
         self._duty = Duty(name, settings.role or Role.MIXED)
         self._tokens = TokenSender()
         self._receiver: TokenReceiver | None = None
-        self._seats = seats.take(settings, _here())
-        self._ranks = launch.launch(settings, self._seats, name)
+        self._reserved = placement_group.reserve(settings, _here())
+        self._ranks = launch.launch(settings, self._reserved, name)
         self._blocks = _num_blocks(settings, self._ranks)
         link, self._sentinels = self._link()
         self.engine = Engine(_engine_config(settings, self._blocks), link, flush=self._tokens.flush)
@@ -187,7 +187,7 @@ class Replica:
         self.engine.close()
         self._tokens.close()
         self._ranks.kill()
-        self._seats.free()
+        self._reserved.free()
 
     def __del__(self) -> None:
         if hasattr(self, "_watcher") and not self._closing.is_set():
@@ -214,10 +214,10 @@ class Replica:
         self._ranks.kill()
         for _attempt in range(_REBUILDS):
             try:
-                if not self._seats.are_whole():  # a node is gone, and its seats with it
-                    self._seats.free()
-                    self._seats = seats.take(self._settings, _here())
-                self._ranks = launch.launch(self._settings, self._seats, self._name)
+                if not self._reserved.are_whole():  # a node is gone, and its bundles with it
+                    self._reserved.free()
+                    self._reserved = placement_group.reserve(self._settings, _here())
+                self._ranks = launch.launch(self._settings, self._reserved, self._name)
                 link, self._sentinels = self._link()
             except Exception as error:
                 log.exception("ranks of %s did not come back", self._name)

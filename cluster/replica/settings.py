@@ -69,7 +69,7 @@ class ReplicaSettings(BaseModel):
     environment: dict[str, str] = {}
     """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
     deployment: str = ""
-    """Names this deployment of the replicas: those that come later know that there were seats for them."""
+    """Names this deployment of the replicas: those that come later know that there was a placement for them."""
     nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0
     """How long the first replicas wait for nodes that are still to start; 0: what does not fit is refused at once."""
     start_timeout_s: float = 600.0

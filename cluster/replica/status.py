@@ -17,7 +17,7 @@ from placement.cost.crossings import crossing_lines, link_loads
 from placement.cost.step_shape import StepShape
 
 
-class RankSeat(BaseModel):
+class PlacedRank(BaseModel):
     """One rank of one replica. `node` is its address or, where several share one, its name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,7 +44,7 @@ class ReplicaState(BaseModel):
     node: str
     pid: int | None
     role: str = ""
-    ranks: tuple[RankSeat, ...] = ()
+    ranks: tuple[PlacedRank, ...] = ()
 
 
 class DeploymentState(BaseModel):
@@ -152,9 +152,9 @@ def _replica(
     )
 
 
-def _rank(report: RankReport, node_names: dict[str, str]) -> RankSeat:
+def _rank(report: RankReport, node_names: dict[str, str]) -> PlacedRank:
     place, status = report.place, report.status
-    return RankSeat(
+    return PlacedRank(
         world_rank=place.world_rank,
         coords=report.coords,
         state=status.state,

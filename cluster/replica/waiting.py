@@ -1,4 +1,4 @@
-"""A replica that waits for seats looks again and again, and says so: in its log, and to the command that started it.
+"""A replica that waits for its placement looks again and again, and says so: in its log, and to the command that started it.
 
 What it says goes through Ray's own key-value store, which is there before any replica runs.
 """
@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 
 from cluster.embedded.local import NAMESPACE
 
-log = logging.getLogger("shardwright.seats")
+log = logging.getLogger("shardwright.placement")
 
 _REPORT_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.5
@@ -21,8 +21,8 @@ _KEY = b"waiting-"
 _WHERE = NAMESPACE.encode()
 
 
-class SeatError(RuntimeError):
-    """The cluster cannot seat a replica, or did not in time. Says which bundle, which resource, and what there is."""
+class PlacementError(RuntimeError):
+    """The cluster cannot place a replica, or did not in time. Says which bundle, which resource, and what there is."""
 
 
 class Wait:
@@ -34,12 +34,12 @@ class Wait:
         self._key = _KEY + secrets.token_hex(8).encode()
 
     def a_little(self, why: str) -> None:
-        """Raises `SeatError` when the time is up."""
+        """Raises `PlacementError` when the time is up."""
         now = time.monotonic()
         if now - self._began > self._timeout_s:
-            raise SeatError(f"{why} (waited {now - self._began:.0f} s)")
+            raise PlacementError(f"{why} (waited {now - self._began:.0f} s)")
         if now - self._reported_at > _REPORT_EVERY_S:
-            line = f"waiting for seats, {now - self._began:.0f} of {self._timeout_s:.0f} s: {why}"
+            line = f"waiting for a placement, {now - self._began:.0f} of {self._timeout_s:.0f} s: {why}"
             log.warning("%s", line)
             _internal_kv_put(self._key, line.encode(), namespace=_WHERE)
             self._reported_at = now

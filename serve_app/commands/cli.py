@@ -190,7 +190,7 @@ def render(
     target: Annotated[str, typer.Option(help="ray-up, kuberay or serve.")] = "serve",
     name: Annotated[str, typer.Option(help="Every object's name begins with it.")] = "shardwright",
     model_path: Annotated[str | None, typer.Option(help="Where the machines find the model, if not where it is here.")] = None,
-    slots: Annotated[int, typer.Option(help="Ranks one machine can run: its GPUs, or seats for CPU ranks.")] = 8,
+    slots: Annotated[int, typer.Option(help="Ranks one machine can run: its GPUs, or slots for CPU ranks.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     cpus: Annotated[int | None, typer.Option(help="CPUs of one machine; default: its slots.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of one machine, for example 64GiB.")] = "64GiB",

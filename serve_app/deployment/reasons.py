@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 _OURS = re.compile(
-    r"\b(?:ArgumentError|LaunchError|SeatError|ModelError|AbsentWeights|LayoutError|MemoryBudgetError|TokenizerError"
+    r"\b(?:ArgumentError|LaunchError|PlacementError|ModelError|AbsentWeights|LayoutError|MemoryBudgetError|TokenizerError"
     r"|TemplateError): (.+)"
 )
 """Errors whose text is written for the person who asked."""

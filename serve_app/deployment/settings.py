@@ -252,7 +252,7 @@ def _disk_cache_bytes(args: ServeArgs, spec: ModelSpec, dtype: DType) -> int:
 
 def _require_host_cache(args: ServeArgs, devices: int, cluster: ClusterSpec) -> None:
     """Raises `MemoryBudgetError` where the nodes together have less memory than is asked for KV blocks beside the ranks' own.
-    Whether each node has its part is known once ranks are seated."""
+    Whether each node has its part is known once ranks are placed."""
     known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
     total = sum(each or 0 for each in known)
     if not known or None in known or args.host_cache * devices <= total:

@@ -22,9 +22,9 @@ from ray.util.placement_group import placement_group
 
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from cluster.embedded import local
-from cluster.replica import seats
+from cluster.replica import placement_group as placement_group_module
+from cluster.replica.placement_group import NODE_ID, ReservedBundles
 from cluster.replica.replica import Replica
-from cluster.replica.seats import NODE_ID, Seats
 from cluster.replica.settings import ReplicaSettings, shared_variables
 from serve_app.deployment.settings import ServeArgs, replica_settings
 
@@ -67,8 +67,8 @@ def running(model: str, layout: str) -> Iterator[list[Replica]]:
     whole = layout.removeprefix(SPLIT)
     args = ServeArgs(model=model, layout=whole, dtype="float32", threads_per_rank=1, max_model_len=64, kv_bytes=2**26)
     settings = replica_settings(args, "cpu").model_copy(update={"environment": shared_variables(os.environ)})
-    take = seats.take if whole == layout else split_seats
-    with patch.object(seats, "take", take):
+    reserve = placement_group_module.reserve if whole == layout else split_bundles
+    with patch.object(placement_group_module, "reserve", reserve):
         replicas = [Replica(settings, f"bench{index}") for index in range(settings.layout.replicas)]
     try:
         yield replicas
@@ -103,14 +103,14 @@ def generate(replicas: list[Replica], name: str, tokens: int) -> None:
     assert not errors, errors
 
 
-def split_seats(settings: ReplicaSettings, home: str | None = None) -> Seats:
+def split_bundles(settings: ReplicaSettings, home: str | None = None) -> ReservedBundles:
     """Half of the ranks on each of two nodes, whatever groups they are in."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 2]
     half = settings.layout.world // 2
     bundles = [{"CPU": float(half)}] * 2
     group = placement_group(bundles, bundle_label_selector=[{NODE_ID: node} for node in nodes[:2]])
     assert group.wait(30)
-    return Seats(group, tuple(rank // half for rank in range(settings.layout.world)), tuple(nodes[:2]))
+    return ReservedBundles(group, tuple(rank // half for rank in range(settings.layout.world)), tuple(nodes[:2]))
 
 
 if __name__ == "__main__":

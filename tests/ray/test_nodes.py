@@ -1,4 +1,4 @@
-"""An embedded cluster of several nodes: who sits where, what `status` and `cluster` say of it, and seats that are not there."""
+"""An embedded cluster of several nodes: who sits where, what `status` and `cluster` say of it, and bundles without room."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.tiny_models import tiny
 
 SOON_S = 30
 OPEN = {"RAY_AUTH_MODE": "disabled"}
-BUSY = "of 600 s: no free seats for 2 bundles of 2 CPU: the cluster is busy"
+BUSY = "of 600 s: no room for 2 bundles of 2 CPU: the cluster is busy"
 
-SEATS = """
+RESERVE = """
 import threading, time
 from cluster.embedded.local import Shape, connect, disconnect
-from cluster.replica.seats import take
+from cluster.replica.placement_group import reserve
 from cluster.replica.settings import ReplicaSettings
-from cluster.replica.waiting import SeatError
+from cluster.replica.waiting import PlacementError
 from placement import checkpoint_header
 from placement.layout.layout import Layout
 from pathlib import Path
@@ -43,19 +43,19 @@ def asked(layout, **more):
 def refused(settings):
     began = time.monotonic()
     try:
-        take(settings)
-    except SeatError as error:
+        reserve(settings)
+    except PlacementError as error:
         return f"{{time.monotonic() - began:.1f}}|{{error}}"
 
 cluster = connect(shape=Shape(2, 1))
 print("impossible|" + refused(asked("tp=2")))
 print("no GPU|" + refused(asked("tp=1", device="cuda")))
 print("missing|" + refused(asked("tp=2", nodes_wait_s=2, start_timeout_s=1)))
-first = take(asked("pp=2"))
+first = reserve(asked("pp=2"))
 print("apart|" + str(len(set(first.nodes))) + "|" + str(first.are_whole()))
 print("busy|" + refused(asked("tp=1", start_timeout_s=2)))
 threading.Timer(2, first.free).start()
-second = take(asked("pp=2", start_timeout_s=30))
+second = reserve(asked("pp=2", start_timeout_s=30))
 print("freed|" + str(second.bundle_of_rank))
 disconnect(cluster)
 """
@@ -141,7 +141,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts() -> None:
 
 
 def test_impossible_is_told_at_once_and_busy_waits() -> None:
-    done = run("-c", SEATS.format(folder=str(tiny("llama3").folder)), command=(sys.executable,), timeout_s=120)
+    done = run("-c", RESERVE.format(folder=str(tiny("llama3").folder)), command=(sys.executable,), timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
     told = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
     assert float(told["impossible"][0]) < 2
@@ -153,7 +153,7 @@ def test_impossible_is_told_at_once_and_busy_waits() -> None:
     assert "nodes are missing" in told["missing"][1]
     assert told["apart"] == ["2", "True"]
     assert 2 <= float(told["busy"][0]) < 10
-    assert "no free seats for 1 bundle of 1 CPU: the cluster is busy" in told["busy"][1]
+    assert "no room for 1 bundle of 1 CPU: the cluster is busy" in told["busy"][1]
     assert told["freed"] == ["(0, 1)"]
 
 

@@ -12,8 +12,8 @@ from actors.rank.rank import Rank
 from actors.wire.rank_config import Place, RankConfig
 from cluster.nodes.discover import discover
 from cluster.nodes.topology import POOL_LABEL
-from cluster.replica.seats import Seats, node_resources
-from cluster.replica.whereabouts import LaunchError, check_reachable, check_seats, described
+from cluster.replica.placement_group import ReservedBundles, node_resources
+from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
 from placement.layout.layout import Layout
 from placement.nodes.bundles import bundles, impossible
 from tests.specs import DENSE
@@ -60,9 +60,9 @@ def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyP
     assert [node.name for node in discover("cpu", "decode").nodes] == ["a", "b"]
 
 
-def test_a_rank_on_another_node_than_its_seat_is_refused() -> None:
-    seats = Seats(cast(Any, None), (0, 0, 1), ("a", "b"))
+def test_a_rank_on_another_node_than_its_bundle_is_refused() -> None:
+    reserved = ReservedBundles(cast(Any, None), (0, 0, 1), ("a", "b"))
     ranks = [place(rank, node, "10.0.0.1", "x") for rank, node in enumerate("aab")]
-    check_seats(ranks, seats)
-    with pytest.raises(LaunchError, match="rank 2 runs on node a, but its seat is on b"):
-        check_seats([*ranks[:2], place(2, "a", "10.0.0.1", "x")], seats)
+    check_placement(ranks, reserved)
+    with pytest.raises(LaunchError, match="rank 2 runs on node a, but its bundle is on b"):
+        check_placement([*ranks[:2], place(2, "a", "10.0.0.1", "x")], reserved)

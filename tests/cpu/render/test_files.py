@@ -53,8 +53,8 @@ def draw_pools(draw: random.Random) -> dict[str, str]:
     return {name: f"{layout}*{replicas}" for name, (layout, replicas) in drawn.items()}
 
 
-def check_seats(made: Deployment) -> None:
-    """Every replica finds seats on the machines that are kept for its pool, one after the other."""
+def check_room(made: Deployment) -> None:
+    """Every replica finds room on the machines that are kept for its pool, one after the other."""
     for group in made.groups:
         cluster = group.fleet.cluster
         free = [node.slots for node in cluster.nodes]
@@ -94,7 +94,7 @@ def test_manifests_of_random_layouts_are_valid(seed: int) -> None:
     assert [(each["replicas"], each["numOfHosts"]) for each in groups] == [
         (each.fleet.groups, each.fleet.hosts) for each in made.groups
     ]
-    check_seats(made)
+    check_room(made)
     for pool in made.pools:
         assert check(pool.layout, smollm2(), pool.fleet.cluster) == []
 
@@ -196,7 +196,7 @@ def test_a_gpu_without_a_cpu_is_refused(target: str) -> None:
     }
     with pytest.raises(LayoutError, match=r"9 GPUs has cpus=8"):
         deployment_of(RenderArgs.model_validate(gpus(**unlike)))
-    assert deployment(device="cpu", slots=8, cpus=2).machine.ray_cpus == 8, "seats of CPU ranks may share cores"
+    assert deployment(device="cpu", slots=8, cpus=2).machine.ray_cpus == 8, "slots of CPU ranks may share cores"
 
 
 def test_ray_up_tells_one_number_of_cpus() -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a replica really are, checked before they look for each other: in their seats, and within reach."""
+"""Where the ranks of a replica really are, checked before they look for each other: in their bundles, and within reach."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from actors.rank.addresses import INTERFACE_VARIABLE
 from actors.wire.rank_config import Place
-from cluster.replica.seats import Seats
+from cluster.replica.placement_group import ReservedBundles
 
 
 class LaunchError(RuntimeError):
     """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
 
 
-def check_seats(places: Sequence[Place], seats: Seats) -> None:
-    """Every rank runs where its seat is. Raises `LaunchError`."""
+def check_placement(places: Sequence[Place], reserved: ReservedBundles) -> None:
+    """Every rank runs on the node of its bundle. Raises `LaunchError`."""
     for place in places:
-        node = seats.node_of(place.world_rank)
+        node = reserved.node_of(place.world_rank)
         if place.node_id != node:
-            raise LaunchError(f"rank {place.world_rank} runs on node {place.node_id}, but its seat is on {node}")
+            raise LaunchError(f"rank {place.world_rank} runs on node {place.node_id}, but its bundle is on {node}")
 
 
 def check_reachable(places: Sequence[Place]) -> None:

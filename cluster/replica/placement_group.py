@@ -1,11 +1,11 @@
-"""Seats for ranks: one placement group per replica, one bundle per tensor-parallel group.
+"""Bundles for ranks: one placement group per replica, one bundle per tensor-parallel group.
 
 A bundle is never split over nodes, so a tp group sits inside one node by construction. Which node each bundle sits on is
 decided by `placement.nodes.assignment`, from what is free, and asked for by node id.
 
     look at the nodes ──→ impossible ──→ refuse, or (nodes may come) wait with the demand known to Ray
           ↑               busy       ──→ wait
-          └────────────── seated     ──→ reserve; somebody was faster: look again
+          └────────────── assigned   ──→ reserve; somebody was faster: look again
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.embedded.local import NAMESPACE
 from cluster.nodes.discover import available, discover
 from cluster.nodes.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
 from cluster.replica.settings import ReplicaSettings
-from cluster.replica.waiting import SeatError, Wait
+from cluster.replica.waiting import PlacementError, Wait
 from placement.cost.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
@@ -31,17 +31,17 @@ from placement.nodes.assignment import BundleAssignment, assign_bundles
 from placement.nodes.bundles import Bundle, bundle_of, bundles, counted, impossible
 from placement.nodes.hardware import ClusterSpec
 
-log = logging.getLogger("shardwright.seats")
+log = logging.getLogger("shardwright.placement")
 
 NODE_ID = "ray.io/node-id"
 _LOST_NODES_S = 24 * 3600.0
-"""A replica that had seats waits so long for the nodes to come back."""
+"""A replica that had a placement waits so long for the nodes to come back."""
 _RESERVE_S = 3.0
-"""Seats that are free are reserved in milliseconds; if not, somebody else has them."""
+"""Bundles that are free are reserved in milliseconds; if not, somebody else has them."""
 
 
 @dataclass(frozen=True)
-class Seats:
+class ReservedBundles:
     """A replica's reserved bundles: the bundle of each rank, and the node (Ray's id) of each bundle."""
 
     group: PlacementGroup
@@ -61,14 +61,14 @@ class Seats:
         remove_placement_group(self.group)
 
 
-def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
-    """Reserve seats for one replica, which are freed when the calling process ends.
+def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundles:
+    """Reserve the bundles of one replica, which are freed when the calling process ends.
 
     Impossible is told apart from busy before waiting: it is refused at once, unless the nodes were there before, or are still
     to start (`ReplicaSettings.nodes_wait_s`). `home`: the node (Ray's id) to begin on where nothing speaks against it. Raises
-    `SeatError`.
+    `PlacementError`.
     """
-    wanted, again = bundles(settings.layout, settings.device), _had_seats(settings)
+    wanted, again = bundles(settings.layout, settings.device), _had_placement(settings)
     wait = Wait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
     demand: PlacementGroup | None = None
     try:
@@ -78,16 +78,16 @@ def take(settings: ReplicaSettings, home: str | None = None) -> Seats:
                 if demand is not None:
                     remove_placement_group(demand)
                     demand = None
-                found = _seated(settings, wanted, home)
+                found = _try_reserve(settings, wanted, home)
                 if found is not None:
                     _remember(settings)
                     return found
-                wait.a_little(f"no free seats for {counted(wanted)}: the cluster is busy")
+                wait.a_little(f"no room for {counted(wanted)}: the cluster is busy")
             elif again or settings.nodes_wait_s:
                 demand = demand or _demand(settings, wanted)
                 wait.a_little(f"nodes are missing: {reason}")
             else:
-                raise SeatError(reason)
+                raise PlacementError(reason)
     finally:
         wait.close()
         if demand is not None:
@@ -110,8 +110,8 @@ def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
     return tuple(bundle_of(settings.layout, rank) for rank in range(settings.layout.world))
 
 
-def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> Seats | None:
-    """Seats on what is free now; None where that is too little, or somebody else was faster."""
+def _try_reserve(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> ReservedBundles | None:
+    """The bundles on what is free now; None where that is too little, or somebody else was faster."""
     cluster = discover(settings.device, settings.pool)
     free = free_slots(cluster, available(), settings.device)
     ids = [node.id for node in cluster.nodes]
@@ -126,16 +126,16 @@ def _seated(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | Non
         return None
     _verify(group, nodes)
     _warn_of_slow_links(settings, cluster, assignment)
-    return Seats(group, bundles_of_ranks(settings), nodes)
+    return ReservedBundles(group, bundles_of_ranks(settings), nodes)
 
 
 def _verify(group: PlacementGroup, nodes: Sequence[str]) -> None:
-    """The bundles are where they were asked for. Raises `SeatError`."""
+    """The bundles are where they were asked for. Raises `PlacementError`."""
     got: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     wrong = [f"bundle {at} on {got.get(at)} instead of {node}" for at, node in enumerate(nodes) if got.get(at) != node]
     if wrong:
         remove_placement_group(group)
-        raise SeatError(f"Ray has placed {'; '.join(wrong)}")
+        raise PlacementError(f"Ray has placed {'; '.join(wrong)}")
 
 
 def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, assignment: BundleAssignment) -> None:
@@ -160,8 +160,8 @@ def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGro
     return group
 
 
-def _had_seats(settings: ReplicaSettings) -> bool:
-    """Whether a replica of this deployment had seats once."""
+def _had_placement(settings: ReplicaSettings) -> bool:
+    """Whether a replica of this deployment had a placement once."""
     return bool(settings.deployment) and bool(_internal_kv_exists(_key(settings), namespace=NAMESPACE.encode()))
 
 
@@ -171,4 +171,4 @@ def _remember(settings: ReplicaSettings) -> None:
 
 
 def _key(settings: ReplicaSettings) -> bytes:
-    return f"seated-{settings.deployment}".encode()
+    return f"placed-{settings.deployment}".encode()
