@@ -24,9 +24,9 @@ def write(folder: Path) -> None:
     own = shards.shard(spec, Layout(), mesh.coords(Layout(), 0))
     source = open_source(path, spec)
     weights = {}
-    for piece in (piece for parameter in shards.parameters(spec, own) for piece in parameter.pieces):
-        weights[piece.source] = torch.empty(piece.source_shape, dtype=torch.bfloat16)
-        source.fill(piece.source, 0, range(piece.source_shape[0]), weights[piece.source])
+    for weight_slice in (weight_slice for parameter in shards.parameters(spec, own) for weight_slice in parameter.slices):
+        weights[weight_slice.source] = torch.empty(weight_slice.source_shape, dtype=torch.bfloat16)
+        source.fill(weight_slice.source, 0, range(weight_slice.source_shape[0]), weights[weight_slice.source])
     source.close()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

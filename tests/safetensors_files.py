@@ -42,5 +42,5 @@ def write(file: Path, tensors: Tensors) -> Path:
 
 def tensors_of(spec: ModelSpec, dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor of a model."""
-    pieces = [piece for parameter in parameters(spec, whole_model(spec)) for piece in parameter.pieces]
-    return {piece.source: (dtype, piece.source_shape) for piece in pieces}
+    slices = [weight_slice for parameter in parameters(spec, whole_model(spec)) for weight_slice in parameter.slices]
+    return {weight_slice.source: (dtype, weight_slice.source_shape) for weight_slice in slices}

@@ -140,15 +140,15 @@ def stage(
 
 
 def fill(decoder: Decoder, model: TinyModel, own: Shard) -> None:
-    """Copy every piece of every parameter; raises on a piece that does not fit."""
+    """Copy every slice of every parameter; raises on a slice that does not fit."""
     targets, state = dict(decoder.named_parameters()), model.state
     for parameter in parameters(model.spec, own):
         target = targets[parameter.name].zero_()
-        for piece in parameter.pieces:
-            source = state[piece.source]
-            assert tuple(source.shape) == piece.source_shape
-            matrix = source if piece.source_slot is None else source[piece.source_slot]
-            landing(target, piece).copy_(matrix.index_select(piece.dim, torch.tensor(piece.take)))
+        for weight_slice in parameter.slices:
+            source = state[weight_slice.source]
+            assert tuple(source.shape) == weight_slice.source_shape
+            matrix = source if weight_slice.source_slot is None else source[weight_slice.source_slot]
+            landing(target, weight_slice).copy_(matrix.index_select(weight_slice.dim, torch.tensor(weight_slice.take)))
 
 
 def batch_of(parts: list[Part], sequences: list[list[int]], tables: list[list[int]], block_size: int) -> Batch:

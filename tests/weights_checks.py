@@ -116,7 +116,7 @@ Slice = tuple[str, tuple[int, ...], int, range, Tensor]
 
 
 def _slices(spec: ModelSpec, own: Shard, weights: Weights) -> Iterator[Slice]:
-    """A rank's parameters, taken apart by the ranges of its shard alone: a second opinion on the table of pieces."""
+    """A rank's parameters, taken apart by the ranges of its shard alone: a second opinion on the table of slices."""
     for name, x in weights.items():
         tail = tuple(x.shape[1:])
         match name.split("."):

@@ -67,8 +67,12 @@ class RankMemory:
 def parameter_count(spec: ModelSpec) -> int:
     """Parameters of the whole model: tied embeddings once, padding not at all."""
     single = Layout()
-    pieces = (piece for parameter in parameters(spec, shard(spec, single, coords(single, 0))) for piece in parameter.pieces)
-    return sum(prod(piece.shape) for piece in pieces)
+    slices = (
+        weight_slice
+        for parameter in parameters(spec, shard(spec, single, coords(single, 0)))
+        for weight_slice in parameter.slices
+    )
+    return sum(prod(weight_slice.shape) for weight_slice in slices)
 
 
 def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:

@@ -81,7 +81,9 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
 
 def _shape(row: Parameter) -> str:
     """``[1,408, 576]  = 704 + 704``: the parts it is stacked of, in each slot where there are several."""
-    parts = [f"{piece.shape[piece.dim]:,}" for piece in row.pieces if piece.slot == row.pieces[0].slot]
+    parts = [
+        f"{weight_slice.shape[weight_slice.dim]:,}" for weight_slice in row.slices if weight_slice.slot == row.slices[0].slot
+    ]
     shape = ", ".join(f"{size:,}" for size in row.shape)
     return f"[{shape}]  = {' + '.join(parts)}" if len(parts) > 1 else f"[{shape}]"
 

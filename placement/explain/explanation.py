@@ -158,7 +158,8 @@ def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]
                 "shape": row.shape,
                 "bytes": parameter_bytes(row, dtype),
                 "slices": [
-                    {"source": piece.source, "source_shape": piece.source_shape, "shape": piece.shape} for piece in row.pieces
+                    {"source": weight_slice.source, "source_shape": weight_slice.source_shape, "shape": weight_slice.shape}
+                    for weight_slice in row.slices
                 ],
             }
             for name, row in rows.items()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from placement.model.moe_spec import Form, MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
-from placement.ownership.weight_slices import Parameter, Piece, inputs, rows, whole
+from placement.ownership.weight_slices import Parameter, WeightSlice, inputs, rows, whole
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _experts(moe: MoESpec, own: Shard, hidden: int, here: str, there: str) -> It
     yield _stacked(f"{here}.down", (slots, hidden, columns), own, down)
     # Ranks add up their columns of an expert, and the bias once: it is of the rank with the first of them.
     if moe.expert_bias and own.expert_columns.start == 0:
-        bias = Piece(f"{there}.down_proj_bias", (moe.num_experts, hidden), 0, range(hidden), 0)
+        bias = WeightSlice(f"{there}.down_proj_bias", (moe.num_experts, hidden), 0, range(hidden), 0)
         yield _stacked(f"{here}.down_bias", (slots, hidden), own, lambda expert: (replace(bias, source_slot=expert),))
 
 
@@ -85,28 +85,30 @@ def _shared(moe: MoESpec, own: Shard, hidden: int, here: str, block: str) -> Ite
         yield rows(f"{here}.gate", hidden, (f"{block}.shared_expert_gate.weight", 1, range(1)))
 
 
-_Cut = Callable[[int], tuple[Piece, ...]]
-"""The pieces of one expert, not yet in a slot."""
+_Cut = Callable[[int], tuple[WeightSlice, ...]]
+"""The slices of one expert, not yet in a slot."""
 
 
 def _stacked(name: str, shape: tuple[int, ...], own: Shard, cut: _Cut) -> Parameter:
     """One slot after the other."""
     return Parameter(
-        name, shape, tuple(replace(piece, slot=slot) for slot, expert in enumerate(own.experts) for piece in cut(expert))
+        name,
+        shape,
+        tuple(replace(weight_slice, slot=slot) for slot, expert in enumerate(own.experts) for weight_slice in cut(expert)),
     )
 
 
 def _each(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, _Cut]:
     names, size = _NAMES[moe.form], moe.expert_size
 
-    def gate_up(expert: int) -> tuple[Piece, ...]:
+    def gate_up(expert: int) -> tuple[WeightSlice, ...]:
         return tuple(
-            Piece(f"{there}.{expert}.{name}.weight", (size, hidden), 0, columns, at * len(columns))
+            WeightSlice(f"{there}.{expert}.{name}.weight", (size, hidden), 0, columns, at * len(columns))
             for at, name in enumerate((names.gate, names.up))
         )
 
-    def down(expert: int) -> tuple[Piece, ...]:
-        return (Piece(f"{there}.{expert}.{names.down}.weight", (hidden, size), 1, columns, 0),)
+    def down(expert: int) -> tuple[WeightSlice, ...]:
+        return (WeightSlice(f"{there}.{expert}.{names.down}.weight", (hidden, size), 1, columns, 0),)
 
     return gate_up, down
 
@@ -114,15 +116,15 @@ def _each(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, 
 def _fused(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, _Cut]:
     experts, size = moe.num_experts, moe.expert_size
 
-    def gate_up(expert: int) -> tuple[Piece, ...]:
+    def gate_up(expert: int) -> tuple[WeightSlice, ...]:
         shape = (experts, 2 * size, hidden)
         return tuple(
-            Piece(f"{there}.gate_up_proj", shape, 0, range(half + columns.start, half + columns.stop), at, expert)
+            WeightSlice(f"{there}.gate_up_proj", shape, 0, range(half + columns.start, half + columns.stop), at, expert)
             for half, at in ((0, 0), (size, len(columns)))
         )
 
-    def down(expert: int) -> tuple[Piece, ...]:
-        return (Piece(f"{there}.down_proj", (experts, hidden, size), 1, columns, 0, expert),)
+    def down(expert: int) -> tuple[WeightSlice, ...]:
+        return (WeightSlice(f"{there}.down_proj", (experts, hidden, size), 1, columns, 0, expert),)
 
     return gate_up, down
 
@@ -130,8 +132,10 @@ def _fused(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut,
 def _gpt_oss(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, _Cut]:
     turns = _turns(f"{there}.gate_up_proj", moe, columns, hidden)
 
-    def down(expert: int) -> tuple[Piece, ...]:
-        return (Piece(f"{there}.down_proj", (moe.num_experts, moe.expert_size, hidden), 0, columns, 0, expert, turned=True),)
+    def down(expert: int) -> tuple[WeightSlice, ...]:
+        return (
+            WeightSlice(f"{there}.down_proj", (moe.num_experts, moe.expert_size, hidden), 0, columns, 0, expert, turned=True),
+        )
 
     return turns, down
 
@@ -140,10 +144,10 @@ def _turns(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
     """Gate and up where their columns take turns: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no `hidden`."""
     shape = (moe.num_experts, *hidden, 2 * moe.expert_size)
 
-    def cut(expert: int) -> tuple[Piece, ...]:
+    def cut(expert: int) -> tuple[WeightSlice, ...]:
         return tuple(
-            Piece(source, shape, len(hidden), range(2 * columns.start + odd, 2 * columns.stop, 2), odd * len(columns), expert,
-                  turned=bool(hidden))
+            WeightSlice(source, shape, len(hidden), range(2 * columns.start + odd, 2 * columns.stop, 2), odd * len(columns),
+                  expert, turned=bool(hidden))
             for odd in (0, 1)
         )  # fmt: skip
 
@@ -153,14 +157,14 @@ def _turns(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
 def _in_stacks(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, _Cut]:
     experts, size, names = moe.num_experts, moe.expert_size, _NAMES[moe.form]
 
-    def gate_up(expert: int) -> tuple[Piece, ...]:
+    def gate_up(expert: int) -> tuple[WeightSlice, ...]:
         return tuple(
-            Piece(f"{there}.{name}.weight", (experts, size, hidden), 0, columns, at * len(columns), expert)
+            WeightSlice(f"{there}.{name}.weight", (experts, size, hidden), 0, columns, at * len(columns), expert)
             for at, name in enumerate((names.gate, names.up))
         )
 
-    def down(expert: int) -> tuple[Piece, ...]:
-        return (Piece(f"{there}.{names.down}.weight", (experts, hidden, size), 1, columns, 0, expert),)
+    def down(expert: int) -> tuple[WeightSlice, ...]:
+        return (WeightSlice(f"{there}.{names.down}.weight", (experts, hidden, size), 1, columns, 0, expert),)
 
     return gate_up, down
 
@@ -172,4 +176,4 @@ _CUTS: dict[Form, Callable[[MoESpec, range, int, str], tuple[_Cut, _Cut]]] = {
     "gpt_oss": _gpt_oss,
     "stacked": _in_stacks,
 }
-"""(own columns, hidden size, prefix in the checkpoint) -> the pieces of gate and up, and of down."""
+"""(own columns, hidden size, prefix in the checkpoint) -> the slices of gate and up, and of down."""

@@ -1,4 +1,4 @@
-"""The pieces of checkpoint tensors that a rank's parameters are made of, and the ways of cutting them.
+"""The slices of checkpoint tensors that a rank's parameters are made of, and the ways of cutting them.
 
 Which cut a parameter gets is said in `placement.ownership.shards`.
 """
@@ -14,7 +14,7 @@ Segment = tuple[str, int, range]
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """One slice of one checkpoint tensor and where it lands in a rank's parameter.
 
     ``target.narrow(dim, at, len(take))`` receives ``source.narrow(dim, take.start, len(take))``, or every so many of these
@@ -42,11 +42,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A rank's parameter: its local shape and the pieces that fill it. Rows no piece covers are padding, and zero."""
+    """A rank's parameter: its local shape and the slices that fill it. Rows no slice covers are padding, and zero."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    slices: tuple[WeightSlice, ...]
     fp32: bool = False
     """Kept in float32 whatever the model computes in."""
 
@@ -68,17 +68,17 @@ def rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
     """Slices of output rows (of a matrix with `inputs` columns, or of a bias), stacked: column parallel."""
     tail = () if inputs is None else (inputs,)
     starts = accumulate((len(take) for _, _, take in segments), initial=0)
-    pieces = tuple(
-        Piece(source, (rows, *tail), 0, range(take.start, min(take.stop, rows)), at)
+    slices = tuple(
+        WeightSlice(source, (rows, *tail), 0, range(take.start, min(take.stop, rows)), at)
         for (source, rows, take), at in zip(segments, starts, strict=False)
         if take.start < rows
     )
-    return Parameter(name, (sum(len(take) for _, _, take in segments), *tail), pieces)
+    return Parameter(name, (sum(len(take) for _, _, take in segments), *tail), slices)
 
 
 def inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Parameter:
     """A slice of input columns: row parallel. Its output is a partial sum, its bias is added once, after the sum."""
-    return Parameter(name, (rows, len(take)), (Piece(source, (rows, inputs), 1, take, 0),))
+    return Parameter(name, (rows, len(take)), (WeightSlice(source, (rows, inputs), 1, take, 0),))
 
 
 def of_heads(heads: range, dim: int) -> range:
@@ -88,4 +88,4 @@ def of_heads(heads: range, dim: int) -> range:
 
 def whole(name: str, source: str, size: int) -> Parameter:
     """A vector every rank of the group holds."""
-    return Parameter(name, (size,), (Piece(source, (size,), 0, range(size), 0),))
+    return Parameter(name, (size,), (WeightSlice(source, (size,), 0, range(size), 0),))

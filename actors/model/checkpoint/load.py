@@ -15,7 +15,7 @@ from placement.checkpoint.directory.tensor_directory import check, some
 from placement.model.spec import ModelError, ModelSpec
 from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters
-from placement.ownership.weight_slices import Parameter, Piece
+from placement.ownership.weight_slices import Parameter, WeightSlice
 
 Progress = Callable[[int, int], None]
 """Told (bytes filled, bytes in all) of the rank's parameters."""
@@ -48,20 +48,20 @@ def load(
 
 @torch.no_grad()
 def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
-    """Copy each piece to its place; what no piece covers is padding."""
-    parts = [landing(target, piece) for piece in parameter.pieces]
+    """Copy each slice to its place; what no slice covers is padding."""
+    parts = [landing(target, weight_slice) for weight_slice in parameter.slices]
     if sum(part.numel() for part in parts) < target.numel():
         target.zero_()
-    for piece, part in zip(parameter.pieces, parts, strict=True):
+    for weight_slice, part in zip(parameter.slices, parts, strict=True):
         if part.numel():
-            source.fill(piece.source, piece.dim, piece.take, part, piece.source_slot)
+            source.fill(weight_slice.source, weight_slice.dim, weight_slice.take, part, weight_slice.source_slot)
 
 
-def landing(target: Tensor, piece: Piece) -> Tensor:
-    """Where a piece lands in its parameter: a view, of the piece's shape."""
-    matrix = target if piece.slot is None else target[piece.slot]
-    matrix = matrix.transpose(0, 1) if piece.turned else matrix
-    return matrix.narrow(piece.dim, piece.at, len(piece.take))
+def landing(target: Tensor, weight_slice: WeightSlice) -> Tensor:
+    """Where a slice lands in its parameter: a view, of the slice's shape."""
+    matrix = target if weight_slice.slot is None else target[weight_slice.slot]
+    matrix = matrix.transpose(0, 1) if weight_slice.turned else matrix
+    return matrix.narrow(weight_slice.dim, weight_slice.at, len(weight_slice.take))
 
 
 def _check_parameters(given: Mapping[str, Tensor], table: list[Parameter]) -> None:

@@ -55,14 +55,18 @@ def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
     Raises `ModelError`, which names the file and the tensor at fault.
     """
     names = directory.tensors.keys()
-    used = {piece.source for parameter in parameters(spec, whole_model(spec)) for piece in parameter.pieces}
+    used = {weight_slice.source for parameter in parameters(spec, whole_model(spec)) for weight_slice in parameter.slices}
     unexpected = {name for name in names - used if not _ignorable(name, spec)}
     if unexpected:
         raise ModelError(
             f"{directory.location}: {len(unexpected)} tensors that a {spec.family} model with these settings has no place "
             f"for: {some(unexpected)}"
         )
-    needed = {piece.source: piece.source_shape for parameter in parameters(spec, own) for piece in parameter.pieces}
+    needed = {
+        weight_slice.source: weight_slice.source_shape
+        for parameter in parameters(spec, own)
+        for weight_slice in parameter.slices
+    }
     missing = needed.keys() - names
     if missing:
         raise ModelError(f"{directory.location}: {len(missing)} tensors of {_part(own)} are missing: {some(missing)}")

@@ -52,7 +52,7 @@ def wide(family: str, **sizes: object) -> TinyModel:
 
 
 def of_parameters(model: TinyModel, layout: Layout, rank: int) -> dict[str, Tensor]:
-    """What a rank should hold: the table's pieces of the model's weights."""
+    """What a rank should hold: the table's slices of the model's weights."""
     own = shard(model.spec, layout, coords(layout, rank))
     decoder = Decoder(model.spec, own, SoloGroup("tp"), CpuAttention(), torch.float32)
     fill(decoder, model, own)

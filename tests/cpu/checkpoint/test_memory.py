@@ -21,7 +21,7 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import coords
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import parameters, shard, weight_elements
-from placement.ownership.weight_slices import Piece
+from placement.ownership.weight_slices import WeightSlice
 from tests.weights_checks import llama_spec
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ print("loaded", flush=True)
 
 
 def write_safetensors(path: Path) -> None:
-    save_file({piece.source: torch.rand(piece.source_shape).bfloat16() for piece in pieces()}, path)
+    save_file({weight_slice.source: torch.rand(weight_slice.source_shape).bfloat16() for weight_slice in slices()}, path)
 
 
 def write_gguf(path: Path) -> None:
@@ -66,12 +66,12 @@ def write_gguf(path: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SPEC.num_layers)
     writer = gguf.GGUFWriter(path, "llama")
     draw = np.random.default_rng(0)
-    for piece in pieces():
-        name = names.get_name(piece.source, try_suffixes=(".weight",))
-        if len(piece.source_shape) == 1:
-            writer.add_tensor(name, np.ones(piece.source_shape, np.float32))
+    for weight_slice in slices():
+        name = names.get_name(weight_slice.source, try_suffixes=(".weight",))
+        if len(weight_slice.source_shape) == 1:
+            writer.add_tensor(name, np.ones(weight_slice.source_shape, np.float32))
             continue
-        rows, columns = piece.source_shape
+        rows, columns = weight_slice.source_shape
         blocks = draw.integers(0, 256, (rows, columns // 32 * 34), np.uint8)
         blocks[:, 1::34] = 0  # the high byte of each scale: small, and never infinite
         writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -81,9 +81,9 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
-def pieces() -> list[Piece]:
+def slices() -> list[WeightSlice]:
     whole = shard(SPEC, Layout(), coords(Layout(), 0))
-    return [piece for parameter in parameters(SPEC, whole) for piece in parameter.pieces]
+    return [weight_slice for parameter in parameters(SPEC, whole) for weight_slice in parameter.slices]
 
 
 def anonymous_bytes(pid: int) -> int:

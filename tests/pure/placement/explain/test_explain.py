@@ -50,10 +50,10 @@ def test_the_slices_of_a_layer_on_four_ranks() -> None:
     """The published layer has two MLP matrices; ours is gated and has three, so its numbers are those without the gate."""
     for layer in as_json(explained("tp=4"), "m")["layer"]:
         slices = {
-            piece["source"].split(".")[-2]: piece["shape"]
+            weight_slice["source"].split(".")[-2]: weight_slice["shape"]
             for row in layer["parameters"]
             if "norm" not in row["name"]
-            for piece in row["slices"]
+            for weight_slice in row["slices"]
         }
         # Stored [outputs, inputs]: the transpose of the [8192, 2048] in the literature.
         assert [slices[f"{name}_proj"] for name in "qkv"] == [(2048, 8192)] * 3
@@ -142,7 +142,7 @@ def test_the_report_draws_every_rank_and_the_layer_with_real_numbers(text: str) 
     assert max(map(len, report.splitlines())) <= 128
     assert all(f"rank {rank} " in report for rank in range(found.layout.world))
     assert "hidden [64,000 tokens, 8,192]" in report
-    rows = sum(len(piece) for piece in (found.ranks[0].own.q_heads, found.ranks[0].own.kv_heads, found.ranks[0].own.kv_heads))
+    rows = sum(len(heads) for heads in (found.ranks[0].own.q_heads, found.ranks[0].own.kv_heads, found.ranks[0].own.kv_heads))
     assert f"[{rows * 128:,}, 8,192]" in report
     for entry, _ in found.traffic:
         assert f"{entry.payload_bytes:,}" in report

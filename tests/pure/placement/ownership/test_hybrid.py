@@ -112,11 +112,11 @@ def test_shapes_of_a_layer_of_each_kind(spec: ModelSpec) -> None:
     for layer, kv_heads in ((0, 1), (1, 1)):
         assert found[f"layers.{layer}.attn.qkv.weight"].shape == (8 * 192 + kv_heads * 320, 4096)
         assert found[f"layers.{layer}.attn.o.weight"].shape == (4096, 8 * 128)
-    takes = [[piece.take for piece in found[f"layers.{layer}.attn.qkv.weight"].pieces] for layer in (0, 1)]
+    takes = [[weight_slice.take for weight_slice in found[f"layers.{layer}.attn.qkv.weight"].slices] for layer in (0, 1)]
     queries = range(8 * 192, 16 * 192)
     assert takes == [[queries, range(192), range(128)], [queries, range(192, 384), range(128, 256)]]
     assert "layers.0.attn.sinks" not in found
-    assert found["layers.1.attn.sinks"].pieces[0].source == "model.layers.1.self_attn.attention_sink_bias"
+    assert found["layers.1.attn.sinks"].slices[0].source == "model.layers.1.self_attn.attention_sink_bias"
 
 
 def toy(num_kv_heads: int, window_kv_heads: int | None, num_heads: int = 24, **fields: Any) -> ModelSpec:

@@ -133,11 +133,11 @@ def test_heads_are_split_and_latents_are_whole(tmp_path: Path, q_lora_rank: int 
     sizes: dict[str, int] = {}
     for rank in range(tp):
         for row in parameters(spec, shard(spec, layout, coords(layout, rank))):
-            for piece in row.pieces:
-                if ".self_attn." in piece.source:
-                    name = piece.source.split(".")[4]
-                    held.setdefault(name, []).extend(piece.take)
-                    sizes[name] = piece.source_shape[piece.dim]
+            for weight_slice in row.slices:
+                if ".self_attn." in weight_slice.source:
+                    name = weight_slice.source.split(".")[4]
+                    held.setdefault(name, []).extend(weight_slice.take)
+                    sizes[name] = weight_slice.source_shape[weight_slice.dim]
     split = {"q_proj" if q_lora_rank is None else "q_b_proj", "kv_b_proj", "o_proj"}
     copies = {"kv_a_proj_with_mqa", "kv_a_layernorm", *(() if q_lora_rank is None else ("q_a_proj", "q_a_layernorm"))}
     assert held.keys() == split | copies
@@ -150,9 +150,9 @@ def test_biases_of_a_fused_first_projection_land_behind_the_queries(tmp_path: Pa
     layout = Layout(tp=3)
     own = shard(spec, layout, coords(layout, 1))
     [bias] = [row for row in parameters(spec, own) if row.name == "layers.0.attn.qkv_a.bias"]
-    [piece] = bias.pieces
+    [weight_slice] = bias.slices
     assert bias.shape == (len(own.q_heads) * 192 + 576,)
-    assert (piece.source, piece.at, len(piece.take)) == (
+    assert (weight_slice.source, weight_slice.at, len(weight_slice.take)) == (
         "model.layers.0.self_attn.kv_a_proj_with_mqa.bias",
         len(own.q_heads) * 192,
         576,

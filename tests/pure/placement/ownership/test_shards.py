@@ -83,9 +83,9 @@ def holders(model: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
     counts: dict[str, np.ndarray] = {}
     for _, own in every_rank(model, layout):
         for parameter in parameters(model, own):
-            for piece in parameter.pieces:
-                count = counts.setdefault(piece.source, np.zeros(piece.source_shape[piece.dim], dtype=int))
-                count[piece.take.start : piece.take.stop] += 1
+            for weight_slice in parameter.slices:
+                count = counts.setdefault(weight_slice.source, np.zeros(weight_slice.source_shape[weight_slice.dim], dtype=int))
+                count[weight_slice.take.start : weight_slice.take.stop] += 1
     return counts
 
 
@@ -119,15 +119,15 @@ def test_every_tensor_is_held_by_exactly_the_expected_ranks(case: tuple[ModelSpe
 
 @quick
 @given(models_and_layouts())
-def test_pieces_fill_each_parameter_without_overlap(case: tuple[ModelSpec, Layout]) -> None:
+def test_slices_fill_each_parameter_without_overlap(case: tuple[ModelSpec, Layout]) -> None:
     model, layout = case
     for _, own in every_rank(model, layout):
         for parameter in parameters(model, own):
-            filled = np.zeros(parameter.shape[parameter.pieces[0].dim], dtype=int)
-            for piece in parameter.pieces:
-                filled[piece.at : piece.at + len(piece.take)] += 1
-                rest = [size for dim, size in enumerate(parameter.shape) if dim != piece.dim]
-                assert rest == [size for dim, size in enumerate(piece.source_shape) if dim != piece.dim]
+            filled = np.zeros(parameter.shape[parameter.slices[0].dim], dtype=int)
+            for weight_slice in parameter.slices:
+                filled[weight_slice.at : weight_slice.at + len(weight_slice.take)] += 1
+                rest = [size for dim, size in enumerate(parameter.shape) if dim != weight_slice.dim]
+                assert rest == [size for dim, size in enumerate(weight_slice.source_shape) if dim != weight_slice.dim]
             assert filled.max() == 1
             assert (filled == 1).sum() == len(filled) - padding(model, own, parameter)
 
@@ -263,7 +263,7 @@ def test_smollm2_on_two_stages_has_its_tied_embedding_on_both() -> None:
     assert names[1][-2:] == ["norm.weight", "head.weight"]
     [head] = [p for _, own in every_rank(SMOLLM2, Layout(pp=2)) for p in parameters(SMOLLM2, own) if p.name == "head.weight"]
     assert head.shape == (49152, 576)
-    assert [piece.source for piece in head.pieces] == ["model.embed_tokens.weight"]
+    assert [weight_slice.source for weight_slice in head.slices] == ["model.embed_tokens.weight"]
 
 
 def test_smollm2_by_shares_of_two_to_one() -> None:
@@ -300,6 +300,6 @@ def test_no_rank_is_without_columns_however_much_attention_it_has() -> None:
 def test_qkv_is_cut_segment_by_segment() -> None:
     own = shard(toy(), Layout(tp=3), coords(Layout(tp=3), 1))
     [qkv] = [parameter for parameter in parameters(toy(), own) if parameter.name == "layers.0.attn.qkv.weight"]
-    cuts = [(piece.source.split(".")[-2], piece.take, piece.at) for piece in qkv.pieces]
+    cuts = [(weight_slice.source.split(".")[-2], weight_slice.take, weight_slice.at) for weight_slice in qkv.slices]
     assert cuts == [("q_proj", range(12, 24), 0), ("k_proj", range(4, 8), 12), ("v_proj", range(4, 8), 16)]
     assert qkv.shape == (20, 6)
