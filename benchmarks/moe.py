@@ -83,7 +83,7 @@ class LayerRank:
     copy: Group
 
     def __post_init__(self) -> None:
-        self.own: Shard = shard(self.spec, self.layout, mesh.coords(self.layout, self.rank))
+        self.own: Shard = shard(self.spec, self.layout, mesh.coords_of(self.layout, self.rank))
         table = {row.name: _filled(row.shape, row.fp32) for row in parameters(self.spec, self.own) if ".mlp." in row.name}
         assert self.spec.moe is not None
         self.mixtures: dict[int, MixtureOfExperts] = {

@@ -21,7 +21,7 @@ def write(folder: Path) -> None:
     """Write config, bf16 weights and tokenizer to `folder`."""
     path = resolve("smollm2-135m").path
     spec = header.read(path)
-    own = shards.shard(spec, Layout(), mesh.coords(Layout(), 0))
+    own = shards.shard(spec, Layout(), mesh.coords_of(Layout(), 0))
     source = open_source(path, spec)
     weights = {}
     for weight_slice in (weight_slice for parameter in shards.parameters(spec, own) for weight_slice in parameter.slices):

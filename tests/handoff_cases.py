@@ -45,11 +45,11 @@ def kept(spec: ModelSpec, side: Side, tokens: int) -> set[Unit]:
     """What the ranks of the side's lane keep of `tokens` tokens, asked of the shards and of every single position."""
     found = set()
     for rank in range(side.layout.world):
-        at = mesh.coords(side.layout, rank)
-        own, ownership = shards.shard(spec, side.layout, at), Place.of(side.layout, at, side.page_tokens).ownership()
+        coords = mesh.coords_of(side.layout, rank)
+        own, ownership = shards.shard(spec, side.layout, coords), Place.of(side.layout, coords, side.page_tokens).ownership()
         blocks = ownership.blocks(list(range(-(-tokens // side.page_tokens))))
         mine = [position for position in range(tokens) if ownership.slot(position, blocks) >= 0]
-        if at.attn_dp == side.lane:
+        if coords.attn_dp == side.lane:
             found |= {(rank, layer, head, p) for layer in own.layers for head in own.kv_heads for p in mine}
     return found
 

@@ -127,13 +127,13 @@ def cpu_attention(spec: ModelSpec) -> AttentionBackend | LatentBackend:
 def stage(
     model: TinyModel,
     layout: Layout,
-    at: Coords,
+    coords: Coords,
     group: Group,
     attention: AttentionBackend | LatentBackend,
     scatter_from: int | None = None,
 ) -> tuple[Shard, Decoder]:
     """One rank's decoder, filled from the model's weights through the shard table."""
-    own = shard(model.spec, layout, at)
+    own = shard(model.spec, layout, coords)
     decoder = Decoder(model.spec, own, group, attention, torch.float32, scatter_from=scatter_from)
     fill(decoder, model, own)
     return own, decoder

@@ -22,7 +22,7 @@ from transformers import (
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters, shard
@@ -91,7 +91,7 @@ def empty_parameters(spec: ModelSpec, own: Shard, dtype: torch.dtype = torch.flo
 
 def load_rank(path: Path, spec: ModelSpec, layout: Layout, world_rank: int, dtype: torch.dtype = torch.float32) -> Weights:
     """What one rank holds after loading its shard of the checkpoint at `path`."""
-    own = shard(spec, layout, coords(layout, world_rank))
+    own = shard(spec, layout, coords_of(layout, world_rank))
     weights = empty_parameters(spec, own, dtype)
     source = open_source(path, spec)
     load(weights, spec, own, source)
@@ -103,7 +103,7 @@ def load_all(path: Path, spec: ModelSpec, layout: Layout, dtype: torch.dtype = t
     """The whole model, put together from every rank of a layout. Fails where two ranks disagree or padding is not zero."""
     whole: Weights = {}
     for world_rank in range(layout.world):
-        own = shard(spec, layout, coords(layout, world_rank))
+        own = shard(spec, layout, coords_of(layout, world_rank))
         for name, shape, dim, take, part in _slices(spec, own, load_rank(path, spec, layout, world_rank, dtype)):
             held = whole.setdefault(name, torch.full(shape, torch.nan, dtype=dtype)).narrow(dim, take.start, len(take))
             assert torch.all(held.isnan() | (held == part)), f"ranks disagree on {name}"

@@ -36,7 +36,7 @@ class Librarian:
     """One rank's. Its methods are called from the rank's thread."""
 
     def __init__(self, config: RankConfig, cache: KVCaches, settings: TierSettings) -> None:
-        lane = mesh.coords(config.layout, config.world_rank).attn_dp
+        lane = mesh.coords_of(config.layout, config.world_rank).attn_dp
         side = Side(config.layout, config.block_size, lane)
         self._rank, self._lane, self._device = config.world_rank, lane, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)

@@ -204,4 +204,4 @@ def _cut(layers: range, count: int) -> list[range]:
 def side_of(config: RankConfig) -> Side:
     """The side of a rank, in its own lane."""
     layout: Layout = config.layout
-    return Side(layout, config.block_size, mesh.coords(layout, config.world_rank).attn_dp)
+    return Side(layout, config.block_size, mesh.coords_of(layout, config.world_rank).attn_dp)

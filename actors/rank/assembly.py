@@ -77,7 +77,7 @@ class Parts:
 
 def own_shard(config: RankConfig) -> Shard:
     """What the rank of `config` holds."""
-    return shards.shard(config.spec, config.layout, mesh.coords(config.layout, config.world_rank))
+    return shards.shard(config.spec, config.layout, mesh.coords_of(config.layout, config.world_rank))
 
 
 def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
@@ -99,12 +99,12 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
     own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
-    at = mesh.coords(config.layout, config.world_rank)
+    coords = mesh.coords_of(config.layout, config.world_rank)
     shared = groups.get(mesh.HEAD_AXIS)
-    head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, at, config.layout.tp)
+    head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, coords, config.layout.tp)
     sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
-    place = Place.of(config.layout, at, config.block_size)
+    place = Place.of(config.layout, coords, config.block_size)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
     courier = _courier(config, cache)
@@ -135,6 +135,6 @@ def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBack
             return choose_latent(spec.mla, device, dtype, config.block_size)
         dims = (spec.head_dim, spec.value_dim)
         return choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
-    at, kernel = mesh.coords(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
-    context = ContextAttention.of(spec, layout, at, groups, kernel, config.block_size)
+    coords, kernel = mesh.coords_of(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
+    context = ContextAttention.of(spec, layout, coords, groups, kernel, config.block_size)
     return context if spec.mla is None else ContextLatent(context)

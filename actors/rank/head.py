@@ -50,11 +50,11 @@ class StageHead:
 
     is_shared = True
 
-    def __init__(self, decoder: Decoder, group: Group, at: Coords, tp: int) -> None:
+    def __init__(self, decoder: Decoder, group: Group, coords: Coords, tp: int) -> None:
         """`group`: the ranks of all lanes, lane after lane, `tp` in each."""
-        self._decoder, self._group, self._at, self._tp = decoder, group, at, tp
+        self._decoder, self._group, self._coords, self._tp = decoder, group, coords, tp
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         shares = [len(part) for count in counts for part in partition(count, self._tp)]
-        own = partition(counts[self._at.attn_dp], self._tp)[self._at.tp]
+        own = partition(counts[self._coords.attn_dp], self._tp)[self._coords.tp]
         return self._decoder.logits(self._group.all_gather(rows[own.start : own.stop], shares))

@@ -25,9 +25,9 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """
-    layout, at = parts.config.layout, mesh.coords(parts.config.layout, parts.config.world_rank)
+    layout, coords = parts.config.layout, mesh.coords_of(parts.config.layout, parts.config.world_rank)
     answers = parts.config.world_rank in mesh.leaders(layout)
-    tells_time = layout.pp > 1 and at.cp == at.tp == 0
+    tells_time = layout.pp > 1 and coords.cp == coords.tp == 0
     parts.courier.watch(parts.decoder)
     try:
         while True:
@@ -37,7 +37,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
             _tell(parts, link)
             result = parts.runner.step(plan)
             if tells_time:
-                link.send_busy(at.attn_dp * layout.pp + at.pp, parts.pipeline.busy_s)
+                link.send_busy(coords.attn_dp * layout.pp + coords.pp, parts.pipeline.busy_s)
             if answers and result is not None:
                 link.send_result(result)
             if plan.asks_experts and (report := parts.experts.report(plan.step)) is not None:

@@ -54,7 +54,7 @@ class Recorder:
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """The parts, watched. `stepped` is called after each step."""
         decoder = parts.decoder
-        self._lane = mesh.coords(parts.config.layout, parts.config.world_rank).attn_dp
+        self._lane = mesh.coords_of(parts.config.layout, parts.config.world_rank).attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
         decoder.register_forward_pre_hook(self._before)
         if parts.own.first_stage:

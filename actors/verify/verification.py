@@ -94,7 +94,7 @@ class Verification:
             return distance(ranks.run(case.plans), case.plans, measure, self._shards(Layout()))
 
     def _shards(self, layout: Layout) -> list[Shard]:
-        return [shards.shard(self._config.spec, layout, mesh.coords(layout, rank)) for rank in range(layout.world)]
+        return [shards.shard(self._config.spec, layout, mesh.coords_of(layout, rank)) for rank in range(layout.world)]
 
     def _cases(
         self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance, routes: Routes | None

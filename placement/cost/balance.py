@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters, shard
@@ -33,10 +33,12 @@ class Balance:
 
 def balance(spec: ModelSpec, layout: Layout) -> Balance:
     """The balance of one replica."""
-    places = [coords(layout, rank) for rank in range(layout.world)]
-    work = tuple(weights_read(spec, shard(spec, layout, at)) for at in places)
+    all_coords = [coords_of(layout, rank) for rank in range(layout.world)]
+    work = tuple(weights_read(spec, shard(spec, layout, coords)) for coords in all_coords)
     shares = layout.tp_shares or (1.0,) * layout.tp
-    return Balance(work, _mean_over_max(work, [1.0] * layout.world), _mean_over_max(work, [shares[at.tp] for at in places]))
+    return Balance(
+        work, _mean_over_max(work, [1.0] * layout.world), _mean_over_max(work, [shares[coords.tp] for coords in all_coords])
+    )
 
 
 def weights_read(spec: ModelSpec, own: Shard) -> int:

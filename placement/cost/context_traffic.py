@@ -40,7 +40,7 @@ class _Step:
 
     spec: ModelSpec
     layout: Layout
-    at: Coords
+    coords: Coords
     own: Shard
     step: StepShape
     index: int
@@ -78,7 +78,7 @@ class _Step:
     @property
     def group_heads(self) -> int:
         """Query heads of the rank's dcp group."""
-        return sum(map(len, group_heads(self.kind, self.layout, self.at.tp)))
+        return sum(map(len, group_heads(self.kind, self.layout, self.coords.tp)))
 
     @property
     def query_bytes(self) -> int:
@@ -92,12 +92,12 @@ class _Step:
 
     def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
         """Tokens of `rows` that this cp rank runs, or the given one."""
-        rank = self.at.cp if cp_rank is None else cp_rank
+        rank = self.coords.cp if cp_rank is None else cp_rank
         return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
 
     def visiting_bytes(self, cp_rank: int) -> int:
         """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that travel."""
-        owner = cp_rank * self.layout.dcp + self.at.tp % self.layout.dcp
+        owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
         return tokens * len(self.own.heads[self.index][1]) * self.kind.kept_dim * self.step.element_bytes
@@ -106,16 +106,17 @@ class _Step:
         return is_split(row.tokens, self.layout.cp)
 
     def _keys_travel(self, row: RowShape) -> bool:
-        return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.at.tp), self.layout.cp)
+        return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.coords.tp), self.layout.cp)
 
 
-def context(spec: ModelSpec, layout: Layout, at: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:
+def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:
     """Every collective of attention in one step on one rank, kind by kind, and of each in order."""
     if layout.kv_owners == 1:
         return
     for index, kind in enumerate(spec.kinds):
         yield from (
-            replace(entry, where=f"{kind.label}{entry.where}") for entry in _of_kind(_Step(spec, layout, at, own, step, index))
+            replace(entry, where=f"{kind.label}{entry.where}")
+            for entry in _of_kind(_Step(spec, layout, coords, own, step, index))
         )
 
 
@@ -144,7 +145,7 @@ def _of_kind(rows: _Step) -> Iterator[Entry]:
 
 def _visits(rows: _Step, calls: int) -> Iterator[Entry]:
     """Keys and values of split rows, by `cp_style`."""
-    cp, here = rows.layout.cp, rows.at.cp
+    cp, here = rows.layout.cp, rows.coords.cp
     where = "attention: keys and values"
     if rows.layout.cp_style == "allgather":
         yield all_gather(where, "cp", cp, rows.visiting_bytes(here), calls)

@@ -24,7 +24,7 @@ from placement.cost import expert_modes
 from placement.cost.collectives import Entry, all_gather, all_to_all, reduce_scatter
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
-from placement.layout.mesh import Coords, moe_coords, world_rank
+from placement.layout.mesh import Coords, moe_coords_of, world_rank
 from placement.layout.partition import partition
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
@@ -47,7 +47,7 @@ class Travels:
 
     spec: ModelSpec
     layout: Layout
-    at: Coords
+    coords: Coords
     own: Shard
     step: StepShape
     routed: Sequence[Routed] | None = None
@@ -66,7 +66,7 @@ class Travels:
     @property
     def new_lens(self) -> list[int]:
         """Those of the rank's own lane."""
-        return self.lanes[self.at.attn_dp]
+        return self.lanes[self.coords.attn_dp]
 
     @property
     def num_layers(self) -> int:
@@ -90,7 +90,7 @@ class Travels:
     @property
     def own_tokens(self) -> list[int]:
         """Own tokens of each rank of the copy."""
-        seen = moe_coords(self.layout, world_rank(self.layout, self.at))
+        seen = moe_coords_of(self.layout, world_rank(self.layout, self.coords))
         return expert_tokens.of_copy(expert_tokens.own_tokens(self.lanes, self.layout), self.layout, seen.moe_dp)
 
     @property
@@ -100,7 +100,7 @@ class Travels:
 
     @property
     def num_own(self) -> int:
-        return self.own_tokens[world_rank(self.layout, self.at) % self.copy_ranks]
+        return self.own_tokens[world_rank(self.layout, self.coords) % self.copy_ranks]
 
     def bytes_of(self, rows: int) -> int:
         """Bytes of the hidden states of some tokens."""
@@ -115,7 +115,7 @@ class Travels:
 
     def _expected(self) -> Routed:
         found = expert_modes.chances(self.spec, self.layout)
-        here = found[moe_coords(self.layout, world_rank(self.layout, self.at)).ep]
+        here = found[moe_coords_of(self.layout, world_rank(self.layout, self.coords)).ep]
         sent = self.num_own * self.layout.moe_tp * sum(found)
         return Routed(round(sent), round(self.num_own * here), round(sum(self.own_tokens) * here))
 
@@ -143,5 +143,5 @@ def from_experts(rank: Travels, is_scattered: bool) -> Iterator[Entry]:
             yield all_to_all("mlp output: combined rows", "moe", size, received, kept, layers)
     if rank.num_cp_split or not is_scattered:
         yield all_gather("mlp output: joined", "tp", layout.tp, own, rank.num_layers)
-    share = partition(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.at.cp]
+    share = partition(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.coords.cp]
     yield all_gather("mlp output: joined", "cp", layout.cp, rank.bytes_of(len(share)), rank.num_cp_split)

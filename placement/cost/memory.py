@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 
 from placement.layout.layout import Layout, LayoutError
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 from placement.nodes.hardware import ClusterSpec
 from placement.ownership.context import BLOCK_TOKENS
@@ -69,7 +69,7 @@ def parameter_count(spec: ModelSpec) -> int:
     single = Layout()
     slices = (
         weight_slice
-        for parameter in parameters(spec, shard(spec, single, coords(single, 0)))
+        for parameter in parameters(spec, shard(spec, single, coords_of(single, 0)))
         for weight_slice in parameter.slices
     )
     return sum(prod(weight_slice.shape) for weight_slice in slices)
@@ -98,7 +98,7 @@ def rank_memories(
     spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
 ) -> list[RankMemory]:
     """The needs of every rank of one replica, by world rank. `kv_dtype` is `dtype` unless given."""
-    owns = (shard(spec, layout, coords(layout, rank)) for rank in range(layout.world))
+    owns = (shard(spec, layout, coords_of(layout, rank)) for rank in range(layout.world))
     return [
         RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
         for rank, own in enumerate(owns)

@@ -33,7 +33,7 @@ from placement.cost.step_shape import StepShape
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
-from placement.layout.mesh import HEAD_AXIS, Coords, coords
+from placement.layout.mesh import HEAD_AXIS, Coords, coords_of
 from placement.layout.partition import partition
 from placement.model.spec import DTYPE_BYTES, ModelSpec
 from placement.ownership.context import spans
@@ -47,7 +47,7 @@ class RankStep:
 
     spec: ModelSpec
     layout: Layout
-    at: Coords
+    coords: Coords
     own: Shard
     whole: StepShape
     routed: Sequence[Routed] | None = None
@@ -56,12 +56,12 @@ class RankStep:
     @cached_property
     def step(self) -> StepShape:
         """The rows of the rank's lane."""
-        return self.whole.of_lane(self.at.attn_dp)
+        return self.whole.of_lane(self.coords.attn_dp)
 
     @cached_property
     def travels(self) -> Travels:
         """Its layers whose tokens travel to experts."""
-        return Travels(self.spec, self.layout, self.at, self.own, self.whole, self.routed)
+        return Travels(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
@@ -71,7 +71,7 @@ class RankStep:
     @property
     def query_lens(self) -> list[int]:
         """Tokens this rank runs of each row."""
-        cp, cp_rank = self.layout.cp, self.at.cp
+        cp, cp_rank = self.layout.cp, self.coords.cp
         return [sum(map(len, spans(row.context, row.tokens, cp, cp_rank))) for row in self.step.rows]
 
     @property
@@ -82,7 +82,7 @@ class RankStep:
     @property
     def num_own(self) -> int:
         """Tokens that are this rank's own: its share of the tp group's."""
-        return len(partition(self.num_tokens, self.layout.tp)[self.at.tp])
+        return len(partition(self.num_tokens, self.layout.tp)[self.coords.tp])
 
     @property
     def num_hidden(self) -> int:
@@ -108,8 +108,8 @@ def rank_step_of(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
 ) -> RankStep:
     """What a world rank does in a step."""
-    at = coords(layout, world_rank)
-    return RankStep(spec, layout, at, shard(spec, layout, at), step, routed)
+    coords = coords_of(layout, world_rank)
+    return RankStep(spec, layout, coords, shard(spec, layout, coords), step, routed)
 
 
 def rank_traffic(
@@ -176,7 +176,7 @@ def width_norms(rank_step: RankStep) -> Iterator[Entry]:
 
 def attention_context(rank_step: RankStep) -> Iterator[Entry]:
     """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
-    yield from context(rank_step.spec, rank_step.layout, rank_step.at, rank_step.own, rank_step.step)
+    yield from context(rank_step.spec, rank_step.layout, rank_step.coords, rank_step.own, rank_step.step)
 
 
 def attention_output(rank_step: RankStep) -> Iterator[Entry]:
@@ -213,7 +213,7 @@ def leaving(rank_step: RankStep) -> Iterator[Entry]:
 def choosing(rank_step: RankStep) -> Iterator[Entry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
     split over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
-    if not rank_step.own.last_stage or rank_step.at.cp > 0:
+    if not rank_step.own.last_stage or rank_step.coords.cp > 0:
         return
     axis, size, step = "tp", rank_step.layout.tp, rank_step.step
     if is_over_stage(rank_step.spec, rank_step.layout):
@@ -222,7 +222,7 @@ def choosing(rank_step: RankStep) -> Iterator[Entry]:
     if rows and axis == HEAD_AXIS:
         mine = sum(row.choosing is not None for row in rank_step.step.rows)
         yield all_gather(
-            "head rows", axis, size, rank_step.hidden_bytes(len(partition(mine, rank_step.layout.tp)[rank_step.at.tp]))
+            "head rows", axis, size, rank_step.hidden_bytes(len(partition(mine, rank_step.layout.tp)[rank_step.coords.tp]))
         )
     ends = [min(part.stop, rank_step.spec.vocab_size) for part in head_vocabulary(rank_step.spec, rank_step.layout)]
     widths = [
@@ -236,7 +236,7 @@ def telling(rank_step: RankStep) -> Iterator[Entry]:
     engine. They are taken when a later step needs them, and counted here."""
     rows, stages = sum(row.choosing is not None for row in rank_step.step.rows), rank_step.layout.pp
     if rows and rank_step.own.last_stage:
-        if rank_step.at.cp == 0:
+        if rank_step.coords.cp == 0:
             yield send("token feedback", "cp", rank_step.layout.cp, 8 * rows, rank_step.layout.cp - 1)
         else:
             yield recv("token feedback", "cp", rank_step.layout.cp, 8 * rows)

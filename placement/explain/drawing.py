@@ -40,7 +40,7 @@ def grid(explained: Explanation) -> Iterator[str]:
     cells = [_cell(explained, view) for view in explained.ranks]
     width = max(len(line) for cell in cells for line in cell)
     down = [axis for axis in AXES[:-1] if getattr(layout, axis) > 1]
-    labels = [" ".join(f"{axis} {getattr(view.at, axis)}" for axis in down) for view in explained.ranks[:: layout.tp]]
+    labels = [" ".join(f"{axis} {getattr(view.coords, axis)}" for axis in down) for view in explained.ranks[:: layout.tp]]
     margin = max(map(len, labels))
     across = max(1, (_WIDEST - margin) // (width + 3))
     for first in range(0, layout.tp, across):

@@ -33,7 +33,7 @@ class RankView:
     """
 
     world_rank: int
-    at: Coords
+    coords: Coords
     own: Shard
     memory: RankMemory
     kv_bytes: int
@@ -103,7 +103,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
         "ranks": [_rank_json(spec, view) for view in explained.ranks],
         "groups": explained.groups,
         "traffic": [_traffic_json(entry, ranks) for entry, ranks in explained.traffic],
-        "layer": [_layer_json(spec, view, step.dtype) for view in explained.ranks if view.at.pp == 0],
+        "layer": [_layer_json(spec, view, step.dtype) for view in explained.ranks if view.coords.pp == 0],
         "memory": _memory_json(explained),
         "balance": {"measure": MEASURE, **asdict(explained.balance)},
         "bubble": {str(count): bubble(layout.pp, count) for count in micro_batch_counts(layout)},
@@ -118,7 +118,9 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
 def _rank(spec: ModelSpec, layout: Layout, memory: RankMemory, step: StepShape) -> RankView:
     rank_step = rank_step_of(spec, layout, memory.world_rank, step)
     blocks = sum(memory.blocks_of(row.context + row.tokens) for row in rank_step.step.rows)
-    return RankView(memory.world_rank, rank_step.at, rank_step.own, memory, blocks * memory.block_bytes, rank_step.num_hidden)
+    return RankView(
+        memory.world_rank, rank_step.coords, rank_step.own, memory, blocks * memory.block_bytes, rank_step.num_hidden
+    )
 
 
 def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
     }
     return {
         "world_rank": view.world_rank,
-        "coords": asdict(view.at),
+        "coords": asdict(view.coords),
         "layers": list(own.layers),
         "q_heads": list(own.q_heads),
         "kv_heads": list(own.kv_heads),

@@ -80,17 +80,17 @@ def sizes(layout: Layout, axes: Sequence[str] = AXES) -> tuple[int, ...]:
     return tuple(getattr(layout, axis) for axis in axes)
 
 
-def coords(layout: Layout, world_rank: int) -> Coords:
+def coords_of(layout: Layout, world_rank: int) -> Coords:
     """Coordinates of a world rank. Raises `IndexError` outside ``range(layout.world)``."""
     return Coords(*_indices(layout, AXES, world_rank))
 
 
-def world_rank(layout: Layout, at: Coords) -> int:
-    """World rank at the given coordinates; the inverse of `coords`."""
-    return _number(layout, AXES, at)
+def world_rank(layout: Layout, coords: Coords) -> int:
+    """World rank at the given coordinates; the inverse of `coords_of`."""
+    return _number(layout, AXES, coords)
 
 
-def moe_coords(layout: Layout, world_rank: int) -> MoECoords:
+def moe_coords_of(layout: Layout, world_rank: int) -> MoECoords:
     """Coordinates of a world rank in the grid of the MoE layers. Raises `IndexError` outside ``range(layout.world)``.
 
     The layout must have passed `placement.legality.check`: both grids have as many ranks.
@@ -98,9 +98,9 @@ def moe_coords(layout: Layout, world_rank: int) -> MoECoords:
     return MoECoords(*_indices(layout, MOE_AXES, world_rank))
 
 
-def moe_world_rank(layout: Layout, at: MoECoords) -> int:
-    """World rank at the given coordinates; the inverse of `moe_coords`."""
-    return _number(layout, MOE_AXES, at)
+def moe_world_rank(layout: Layout, coords: MoECoords) -> int:
+    """World rank at the given coordinates; the inverse of `moe_coords_of`."""
+    return _number(layout, MOE_AXES, coords)
 
 
 def _indices(layout: Layout, axes: Sequence[str], world_rank: int) -> list[int]:
@@ -113,10 +113,10 @@ def _indices(layout: Layout, axes: Sequence[str], world_rank: int) -> list[int]:
     return indices[::-1]
 
 
-def _number(layout: Layout, axes: Sequence[str], at: Coords | MoECoords) -> int:
+def _number(layout: Layout, axes: Sequence[str], coords: Coords | MoECoords) -> int:
     rank = 0
     for axis, size in zip(axes, sizes(layout, axes), strict=True):
-        rank = rank * size + getattr(at, axis)
+        rank = rank * size + getattr(coords, axis)
     return rank
 
 
@@ -130,7 +130,7 @@ def leaders(layout: Layout) -> list[int]:
 
 def lane_ranks(layout: Layout, lane: int) -> frozenset[int]:
     """World ranks of a lane, in all stages."""
-    return frozenset(rank for rank in range(layout.world) if coords(layout, rank).attn_dp == lane)
+    return frozenset(rank for rank in range(layout.world) if coords_of(layout, rank).attn_dp == lane)
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:

@@ -121,8 +121,8 @@ class Place:
     lanes: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, at: Coords, block_size: int) -> Place:
-        return cls(block_size, layout.cp, at.cp, layout.dcp, at.tp % layout.dcp, at.attn_dp, layout.attn_dp)
+    def of(cls, layout: Layout, coords: Coords, block_size: int) -> Place:
+        return cls(block_size, layout.cp, coords.cp, layout.dcp, coords.tp % layout.dcp, coords.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
         """What this rank keeps, or the one of `cp_rank` beside it."""

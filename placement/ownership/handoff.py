@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import DTYPE_BYTES, DType, ModelError, ModelSpec
 from placement.ownership.context import BLOCK_TOKENS, Ownership, Place
@@ -113,9 +113,9 @@ def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
         )
     found = []
     for rank in range(side.layout.world):
-        at = coords(side.layout, rank)
-        if at.attn_dp == side.lane:
-            own, place = shard(spec, side.layout, at), Place.of(side.layout, at, side.page_tokens)
+        coords = coords_of(side.layout, rank)
+        if coords.attn_dp == side.lane:
+            own, place = shard(spec, side.layout, coords), Place.of(side.layout, coords, side.page_tokens)
             found.append(Holding(rank, own.layers, own.kv_heads, place.ownership()))
     return found
 

@@ -26,7 +26,7 @@ from typing import Any
 from placement.experts.expert_map import map_of
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
-from placement.layout.mesh import Coords, moe_coords, world_rank
+from placement.layout.mesh import Coords, moe_coords_of, world_rank
 from placement.layout.partition import Shares, partition, partition_balanced, partition_groups
 from placement.layout.stages import partition_layers
 from placement.model.attention_kind import AttentionKind
@@ -60,33 +60,33 @@ _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 """Sizes, largest first, in which MLP columns and vocabulary rows are split."""
 
 
-def shard(spec: ModelSpec, layout: Layout, at: Coords) -> Shard:
-    """The shard of the rank at `at`. The layout must have passed `placement.legality.check`."""
-    first = sum(stage_layers(spec, layout)[: at.pp])
+def shard(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
+    """The shard of the rank at `coords`. The layout must have passed `placement.legality.check`."""
+    first = sum(stage_layers(spec, layout)[: coords.pp])
     shares = layout.tp_shares
     return Shard(
-        layers=range(first, first + stage_layers(spec, layout)[at.pp]),
-        heads=tuple(heads(kind, layout.tp, shares)[at.tp] for kind in spec.kinds),
-        columns=columns(spec, layout.tp, shares)[at.tp],
-        vocab=vocabulary(spec, layout.tp, shares)[at.tp],
-        head_vocab=head_vocabulary(spec, layout)[at.attn_dp * layout.tp + at.tp],
-        first_stage=at.pp == 0,
-        last_stage=at.pp == layout.pp - 1,
-        **_experts(spec, layout, at),
+        layers=range(first, first + stage_layers(spec, layout)[coords.pp]),
+        heads=tuple(heads(kind, layout.tp, shares)[coords.tp] for kind in spec.kinds),
+        columns=columns(spec, layout.tp, shares)[coords.tp],
+        vocab=vocabulary(spec, layout.tp, shares)[coords.tp],
+        head_vocab=head_vocabulary(spec, layout)[coords.attn_dp * layout.tp + coords.tp],
+        first_stage=coords.pp == 0,
+        last_stage=coords.pp == layout.pp - 1,
+        **_experts(spec, layout, coords),
     )
 
 
-def _experts(spec: ModelSpec, layout: Layout, at: Coords) -> dict[str, Any]:
+def _experts(spec: ModelSpec, layout: Layout, coords: Coords) -> dict[str, Any]:
     """The expert fields of a shard."""
     if spec.moe is None:
         return {}
-    seen = moe_coords(layout, world_rank(layout, at))
+    seen = moe_coords_of(layout, world_rank(layout, coords))
     placed = map_of(spec.moe, layout)
     return {
         "expert_map": placed,
         "expert_slots": placed.ranges[seen.ep],
         "expert_columns": expert_columns(spec, spec.moe, layout)[seen.moe_tp],
-        "shared_columns": shared_columns(spec, spec.moe, layout)[at.tp],
+        "shared_columns": shared_columns(spec, spec.moe, layout)[coords.tp],
     }
 
 
@@ -179,7 +179,9 @@ def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
     if spec.mla is not None:  # those that differ from rank to rank
         return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
     layers = Counter(map(spec.kind_of, range(spec.num_layers)))
-    per_kind = [(heads(kind, tp, shares), layers[at] * kind.kept_dim * spec.hidden_size) for at, kind in enumerate(spec.kinds)]
+    per_kind = [
+        (heads(kind, tp, shares), layers[index] * kind.kept_dim * spec.hidden_size) for index, kind in enumerate(spec.kinds)
+    ]
     return [sum(sum(map(len, parts[rank])) * each for parts, each in per_kind) // spec.num_layers for rank in range(tp)]
 
 

@@ -50,7 +50,7 @@ class Balancing(BaseModel):
             layers=spec.moe.layers,
             experts=map_of(spec.moe, layout),
             ranks=layout.world,
-            counting=tuple(rank for rank in ranks if mesh.moe_coords(layout, rank).moe_tp == 0),
+            counting=tuple(rank for rank in ranks if mesh.moe_coords_of(layout, rank).moe_tp == 0),
             expert_bytes=3 * columns * spec.hidden_size * element_bytes,
             groups=spec.moe.groups,
             interval=interval,

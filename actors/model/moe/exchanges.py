@@ -51,8 +51,8 @@ class ExchangesByRule:
         assert spec.moe is not None
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
-        self._lane = mesh.coords(layout, world_rank).attn_dp
-        self._copy = mesh.moe_coords(layout, world_rank).moe_dp
+        self._lane = mesh.coords_of(layout, world_rank).attn_dp
+        self._copy = mesh.moe_coords_of(layout, world_rank).moe_dp
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
     def of(self, lanes: Lanes, turn: int) -> Exchange:

@@ -15,7 +15,7 @@ from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.decoder import Decoder
 from placement.checkpoint import header
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import shard
 from tests.gguf_models import K_QUANTS, write_model
@@ -53,7 +53,7 @@ def wide(family: str, **sizes: object) -> TinyModel:
 
 def of_parameters(model: TinyModel, layout: Layout, rank: int) -> dict[str, Tensor]:
     """What a rank should hold: the table's slices of the model's weights."""
-    own = shard(model.spec, layout, coords(layout, rank))
+    own = shard(model.spec, layout, coords_of(layout, rank))
     decoder = Decoder(model.spec, own, SoloGroup("tp"), CpuAttention(), torch.float32)
     fill(decoder, model, own)
     return dict(decoder.named_parameters())

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import parameters, shard, weight_elements
 from placement.ownership.weight_slices import WeightSlice
@@ -42,13 +42,13 @@ import torch
 from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import parameters, shard
 
 torch.set_num_threads(1)
 spec, layout = ModelSpec.model_validate_json(sys.argv[2]), Layout.parse(sys.argv[3])
-own = shard(spec, layout, coords(layout, 0))
+own = shard(spec, layout, coords_of(layout, 0))
 print("ready", flush=True)
 sys.stdin.readline()
 weights = {p.name: torch.zeros(p.shape, dtype=torch.bfloat16) for p in parameters(spec, own)}
@@ -82,7 +82,7 @@ def write_gguf(path: Path) -> None:
 
 
 def slices() -> list[WeightSlice]:
-    whole = shard(SPEC, Layout(), coords(Layout(), 0))
+    whole = shard(SPEC, Layout(), coords_of(Layout(), 0))
     return [weight_slice for parameter in parameters(SPEC, whole) for weight_slice in parameter.slices]
 
 
@@ -120,6 +120,6 @@ def test_a_rank_needs_its_own_bytes_and_little_more(tmp_path, write):
         pytest.skip("this system has no /proc, where resident memory is read")
     path = tmp_path / ("model.gguf" if write is write_gguf else "model.safetensors")
     write(path)
-    own_bytes = 2 * weight_elements(SPEC, shard(SPEC, LAYOUT, coords(LAYOUT, 0)))
+    own_bytes = 2 * weight_elements(SPEC, shard(SPEC, LAYOUT, coords_of(LAYOUT, 0)))
     growth = growth_while_loading(path, SPEC, LAYOUT)
     assert 0.9 * own_bytes < growth <= own_bytes + SLACK_BYTES, f"{growth} bytes for {own_bytes} of its own"

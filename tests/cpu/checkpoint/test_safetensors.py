@@ -13,7 +13,7 @@ from actors.model.checkpoint.load import load
 from actors.model.checkpoint.open_source import open_source
 from placement.checkpoint.hf import config_json
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelError
 from placement.ownership.shards import shard
 from tests.weights_checks import FAMILIES, LAYOUTS, empty_parameters, llama_spec, load_all, load_rank, random_model, stored
@@ -63,14 +63,14 @@ def test_values_are_cast_to_the_type_of_the_parameter(llama):
 
 def test_parameters_that_require_grad_are_filled_in_place(llama):
     folder, expected = llama
-    own = shard(SPEC, Layout(), coords(Layout(), 0))
+    own = shard(SPEC, Layout(), coords_of(Layout(), 0))
     weights = {name: torch.nn.Parameter(x) for name, x in empty_parameters(SPEC, own).items()}
     load(weights, SPEC, own, open_source(folder, SPEC))
     assert torch.equal(weights["norm.weight"].data, expected["model.norm.weight"])
 
 
 def test_progress_counts_the_bytes_of_the_rank(llama):
-    own = shard(SPEC, Layout(tp=2), coords(Layout(tp=2), 1))
+    own = shard(SPEC, Layout(tp=2), coords_of(Layout(tp=2), 1))
     weights = empty_parameters(SPEC, own)
     heard = []
     load(weights, SPEC, own, open_source(llama[0], SPEC), lambda done, total: heard.append((done, total)))
@@ -117,7 +117,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(llama):
 def test_a_refusal_comes_before_any_parameter_is_touched(llama):
     folder, tensors = llama
     resave(folder, tensors | {"lm_head.weight": torch.zeros(100, 96)})
-    own = shard(SPEC, Layout(), coords(Layout(), 0))
+    own = shard(SPEC, Layout(), coords_of(Layout(), 0))
     weights = empty_parameters(SPEC, own)
     with pytest.raises(ModelError):
         load(weights, SPEC, own, open_source(folder, SPEC))
@@ -150,7 +150,7 @@ def test_a_second_copy_of_the_head_is_ignored_only_where_it_is_tied(llama):
 
 @pytest.mark.parametrize("change", ["rename", "reshape", "meta"])
 def test_a_decoder_that_differs_from_the_table_is_refused(llama, change):
-    own = shard(SPEC, Layout(), coords(Layout(), 0))
+    own = shard(SPEC, Layout(), coords_of(Layout(), 0))
     weights = empty_parameters(SPEC, own)
     norm = weights.pop("norm.weight")
     weights |= {

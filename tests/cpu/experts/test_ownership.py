@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.ownership.shards import shard
 from tests.tiny_models import tiny
 from tests.verifying import verify
@@ -31,7 +31,7 @@ def test_experts_on_ep_ranks_are_rounding(family: str, layout: str) -> None:
 def test_every_column_of_every_expert_is_on_one_rank(family: str, layout: str) -> None:
     spec, parsed = tiny(family).spec, Layout.parse(layout)
     assert spec.moe is not None
-    owns = [shard(spec, parsed, coords(parsed, rank)) for rank in range(parsed.world)]
+    owns = [shard(spec, parsed, coords_of(parsed, rank)) for rank in range(parsed.world)]
     held = sorted((expert, column) for own in owns for expert in own.experts for column in own.expert_columns)
     assert held == [(expert, column) for expert in range(spec.moe.num_experts) for column in range(spec.moe.expert_size)]
     shared = sorted(column for own in owns for column in own.shared_columns)

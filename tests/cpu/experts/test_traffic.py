@@ -16,7 +16,7 @@ from placement.cost.step_shape import RowShape, StepShape
 from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords, groups, talking_axes
+from placement.layout.mesh import coords_of, groups, talking_axes
 from placement.legality.check import check
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_traffic_counters import Counted, blocks_of, counted, start
@@ -113,10 +113,10 @@ def in_lanes(lanes: int) -> tuple[list[StepPlan], list[tuple[RowShape, ...]]]:
 def expected(model: TinyModel, layout: Layout, rank: int, shapes: list[tuple[RowShape, ...]], routed: list[Routed]) -> Counted:
     """What one rank counts; `routed` are its layers, step after step."""
     entries = []
-    at = coords(layout, rank)
+    coords = coords_of(layout, rank)
     for rows in shapes:
         step = StepShape(rows, "float32", block_size=4)
-        layers = Travels(model.spec, layout, at, shard(model.spec, layout, at), step).num_calls
+        layers = Travels(model.spec, layout, coords, shard(model.spec, layout, coords), step).num_calls
         entries += rank_traffic(model.spec, layout, rank, step, [routed.pop(0) for _ in range(layers)] if routed else None)
     assert routed == []
     return {axis: counters(entries, axis) for axis in talking_axes(model.spec, layout) if len(groups(layout, axis)[0]) > 1}

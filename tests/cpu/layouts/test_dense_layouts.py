@@ -13,7 +13,7 @@ from actors.groups.thread import run_ranks, thread_groups
 from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.decoder import Decoder
 from placement.layout.layout import Layout
-from placement.layout.mesh import Coords, coords
+from placement.layout.mesh import Coords, coords_of
 from placement.ownership.shards import parameters, shard
 from tests.tiny_decoder import batch_of, chunked, fill, mixed, run, whole
 from tests.tiny_models import FAMILIES, tiny
@@ -123,7 +123,7 @@ def test_the_same_layout_twice_gives_the_same_bits() -> None:
 def test_a_decoder_holds_exactly_the_rows_of_the_shard_table(family: str, tied: bool, layout: Layout) -> None:
     spec = tiny(family, tied=tied).spec
     for rank in range(layout.world):
-        own = shard(spec, layout, coords(layout, rank))
+        own = shard(spec, layout, coords_of(layout, rank))
         decoder = Decoder(spec, own, SoloGroup("tp"), CpuAttention(), torch.float32)
         held = {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
         assert held == {row.name: row.shape for row in parameters(spec, own)}

@@ -20,7 +20,7 @@ from actors.model.kv.kv_caches import KVCaches
 from actors.model.kv.pages import source
 from placement.cost.memory import kv_bytes_per_token
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.model.spec import ModelError
 from placement.ownership.context import BLOCK_TOKENS
 from placement.ownership.shards import shard
@@ -89,7 +89,7 @@ def test_pages_of_unlike_keys_and_values(table: list[int]) -> None:
 def test_pages_take_what_was_said(text: str) -> None:
     spec, layout = tiny("mimo_v2").spec, Layout.parse(text)
     for rank in range(layout.world):
-        own = shard(spec, layout, coords(layout, rank))
+        own = shard(spec, layout, coords_of(layout, rank))
         caches = KVCaches.of(spec, own, 5, BLOCK_TOKENS, torch.float32)
         assert caches.nbytes == 5 * BLOCK_TOKENS * kv_bytes_per_token(spec, own, "float32")
         assert sorted(layer for part in caches.parts.values() for layer in part.layers) == list(own.layers)

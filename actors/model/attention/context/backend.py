@@ -104,14 +104,20 @@ class ContextAttention:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, layout: Layout, at: Coords, groups: Mapping[str, Group], kernel: PartialKernel, block_size: int
+        cls,
+        spec: ModelSpec,
+        layout: Layout,
+        coords: Coords,
+        groups: Mapping[str, Group],
+        kernel: PartialKernel,
+        block_size: int,
     ) -> ContextAttention:
-        """The backend of the rank at `at`, which has the groups ``cp`` and ``dcp``."""
-        place = Place.of(layout, at, block_size)
+        """The backend of the rank at `coords`, which has the groups ``cp`` and ``dcp``."""
+        place = Place.of(layout, coords, block_size)
 
         def setting(kind: AttentionKind) -> Setting:
-            exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, at.tp))])
-            queries, keys = weights(kind, layout, at.tp)
+            exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, coords.tp))])
+            queries, keys = weights(kind, layout, coords.tp)
 
             def keys_travel(new: int, cached: int) -> bool:
                 return passes_kv(new, cached, queries, keys, layout.cp)

@@ -12,7 +12,7 @@ from placement.experts.expert_map import map_of
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import explain
 from placement.layout.layout import Layout, LayoutError
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.legality import rules
 from placement.legality.check import check, require
 from placement.model.moe_spec import MoESpec
@@ -113,7 +113,7 @@ def test_experts_need_not_divide_and_explain_says_how_they_are_spread(experts: i
     layout = Layout.parse(text)
     assert check(layout, model) == []
     assert spread in as_text(explain(model, layout, StepShape.of(1, 1)), "m").splitlines()
-    assert [len(shard(model, layout, coords(layout, rank)).experts) for rank in range(layout.world)] == list(
+    assert [len(shard(model, layout, coords_of(layout, rank)).experts) for rank in range(layout.world)] == list(
         map_of(model.moe, layout).slots
     )
 

@@ -11,7 +11,7 @@ from placement.cost.step_shape import StepShape
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import Explanation, as_json, explain
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import shard
@@ -90,10 +90,10 @@ def test_one_stage_has_no_bubble() -> None:
 
 def test_balance_counts_the_weights_a_step_reads() -> None:
     spec = model(tie_embeddings=True)
-    own = shard(spec, Layout(), coords(Layout(), 0))
+    own = shard(spec, Layout(), coords_of(Layout(), 0))
     layer = 4 * 8192 * 8192 + 3 * 8192 * 32768 + 2 * 8192
     assert weights_read(spec, own) == 4 * layer + 8192 + 32000 * 8192  # the tied embedding is read once: as the head
-    staged = [weights_read(spec, shard(spec, Layout(pp=2), coords(Layout(pp=2), rank))) for rank in range(2)]
+    staged = [weights_read(spec, shard(spec, Layout(pp=2), coords_of(Layout(pp=2), rank))) for rank in range(2)]
     assert staged == [2 * layer, 2 * layer + 8192 + 32000 * 8192]
     assert balance(spec, Layout(pp=2)).mean_over_max == pytest.approx(sum(staged) / 2 / max(staged))
 

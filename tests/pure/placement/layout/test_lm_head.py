@@ -11,7 +11,7 @@ from placement.explain.explain_text import as_text
 from placement.explain.explanation import explain
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage, spared_bytes
-from placement.layout.mesh import coords, groups, talking_axes
+from placement.layout.mesh import coords_of, groups, talking_axes
 from placement.legality.check import check
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
@@ -106,7 +106,7 @@ def test_another_mistake_keeps_the_head_where_it_was_asked_for() -> None:
 
 def test_every_vocabulary_row_is_in_one_head_of_a_stage() -> None:
     spec, layout = model(1000, 64), Layout.parse("attn_dp=2,cp=2,tp=3,pp=2,tp_shares=2/1/1,lm_head=stage")
-    owns = [shard(spec, layout, coords(layout, rank)) for rank in range(layout.world)]
+    owns = [shard(spec, layout, coords_of(layout, rank)) for rank in range(layout.world)]
     assert talking_axes(spec, layout)[-1] == "head"
     for group in groups(layout, "head"):
         rows = [row for rank in group for row in owns[rank].head_vocab]
@@ -121,6 +121,6 @@ def test_every_vocabulary_row_is_in_one_head_of_a_stage() -> None:
 def test_tied_embeddings_on_other_stages_are_split() -> None:
     spec, layout = model(1000, 64, tie_embeddings=True), Layout.parse("attn_dp=2,pp=2,lm_head=stage")
     assert check(layout, spec) == []
-    first, last = (shard(spec, layout, coords(layout, rank)) for rank in (0, 2))
+    first, last = (shard(spec, layout, coords_of(layout, rank)) for rank in (0, 2))
     assert len(first.vocab) >= 1000
     assert len(last.head_vocab) == pytest.approx(500, abs=64)

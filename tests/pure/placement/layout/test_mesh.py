@@ -15,11 +15,11 @@ from placement.layout.mesh import (
     MOE_AXES,
     Coords,
     MoECoords,
-    coords,
+    coords_of,
     group_of,
     groups,
     leaders,
-    moe_coords,
+    moe_coords_of,
     moe_world_rank,
     world_rank,
 )
@@ -45,19 +45,19 @@ quick = settings(deadline=None, max_examples=50)
 @quick
 @given(both_factorings())
 def test_rank_to_coordinates_and_back(layout: Layout) -> None:
-    seen = [coords(layout, rank) for rank in range(layout.world)]
-    assert [world_rank(layout, at) for at in seen] == list(range(layout.world))
+    seen = [coords_of(layout, rank) for rank in range(layout.world)]
+    assert [world_rank(layout, coords) for coords in seen] == list(range(layout.world))
     assert len(set(seen)) == layout.world == layout.pp * layout.stage_ranks
-    in_moe = [moe_coords(layout, rank) for rank in range(layout.world)]
-    assert [moe_world_rank(layout, at) for at in in_moe] == list(range(layout.world))
+    in_moe = [moe_coords_of(layout, rank) for rank in range(layout.world)]
+    assert [moe_world_rank(layout, coords) for coords in in_moe] == list(range(layout.world))
     assert len(set(in_moe)) == layout.world == layout.pp * layout.moe_dp * layout.ep * layout.moe_tp
-    assert [at.pp for at in in_moe] == [at.pp for at in seen]
+    assert [coords.pp for coords in in_moe] == [coords.pp for coords in seen]
 
 
 @quick
 @given(both_factorings(), grids)
 def test_the_groups_of_an_axis_partition_the_world(layout: Layout, axes: tuple[str, ...]) -> None:
-    place = coords if axes == AXES else moe_coords
+    place = coords_of if axes == AXES else moe_coords_of
     for axis in axes:
         found = groups(layout, axis)
         assert sorted(rank for group in found for rank in group) == list(range(layout.world))
@@ -90,7 +90,7 @@ def test_four_lanes_of_four_ranks_share_sixteen_ep_ranks() -> None:
     assert layout.moe_tp == 1
     for lane in range(4):
         for tp_rank in range(4):
-            assert coords(layout, lane * 4 + tp_rank) == Coords(pp=0, attn_dp=lane, cp=0, tp=tp_rank)
+            assert coords_of(layout, lane * 4 + tp_rank) == Coords(pp=0, attn_dp=lane, cp=0, tp=tp_rank)
     assert groups(layout, "tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups(layout, "ep") == [list(range(16))]
 
@@ -101,14 +101,14 @@ def test_two_moe_copies_of_four_ep_ranks_in_halves() -> None:
     assert groups(layout, "moe_tp")[:5] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert groups(layout, "ep") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
     assert groups(layout, "moe_dp") == [[rank, rank + 8] for rank in range(8)]
-    assert moe_coords(layout, 13) == MoECoords(pp=0, moe_dp=1, ep=2, moe_tp=1)
+    assert moe_coords_of(layout, 13) == MoECoords(pp=0, moe_dp=1, ep=2, moe_tp=1)
 
 
 def test_a_grid_by_hand() -> None:
     layout = Layout(pp=2, tp=3)
     assert groups(layout, "tp") == [[0, 1, 2], [3, 4, 5]]
     assert groups(layout, "pp") == [[0, 3], [1, 4], [2, 5]]
-    assert coords(layout, 4) == Coords(pp=1, attn_dp=0, cp=0, tp=1)
+    assert coords_of(layout, 4) == Coords(pp=1, attn_dp=0, cp=0, tp=1)
 
 
 @quick
@@ -119,9 +119,9 @@ def test_tp_groups_are_contiguous(layout: Layout) -> None:
 
 def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
     with pytest.raises(IndexError, match=r"world rank 6 is outside 0\.\.5"):
-        coords(Layout(pp=2, tp=3), 6)
+        coords_of(Layout(pp=2, tp=3), 6)
     with pytest.raises(IndexError, match=r"world rank 6 is outside 0\.\.5"):
-        moe_coords(Layout(pp=2, tp=3), 6)
+        moe_coords_of(Layout(pp=2, tp=3), 6)
     with pytest.raises(KeyError, match="no axis 'pt'"):
         groups(Layout(), "pt")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords, groups
+from placement.layout.mesh import coords_of, groups
 from placement.nodes.bundles import bundle_of, bundles, impossible
 
 
@@ -22,7 +22,7 @@ def test_a_bundle_holds_exactly_one_tp_group(pp: int, attn_dp: int, cp: int, tp:
     for index, group in enumerate(groups(layout, "tp")):
         assert {bundle_of(layout, rank) for rank in group} == {index}
     assert bundle_of(layout, layout.world - 1) == len(bundles(layout, "cpu")) - 1
-    assert coords(layout, 0).tp == 0
+    assert coords_of(layout, 0).tp == 0
 
 
 def test_a_bundle_larger_than_every_node_is_impossible() -> None:

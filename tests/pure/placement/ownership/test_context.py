@@ -184,7 +184,7 @@ def test_the_legal_dcp_sizes(q_heads: int, kv_heads: int, tp: int, legal: list[i
 def test_what_the_front_door_accepts_the_ranks_can_build(kv_heads: int, tp: int, dcp: int, cp: int) -> None:
     spec, layout = model(24, kv_heads), Layout(tp=tp, cp=cp, dcp=dcp)
     groups = mesh.groups(layout, "dcp")
-    held = [{shards.shard(spec, layout, mesh.coords(layout, rank)).kv_heads for rank in group} for group in groups]
+    held = [{shards.shard(spec, layout, mesh.coords_of(layout, rank)).kv_heads for rank in group} for group in groups]
     builds = all(len(group) == dcp for group in groups) and (dcp == 1 or all(len(k) == 1 == len(*k) for k in held))
     violations = [violation for violation in check(layout, spec) if violation.field == "dcp"]
     assert (violations == []) == builds

@@ -14,7 +14,7 @@ from placement.cost.expert_traffic import Routed
 from placement.cost.step_shape import StepShape
 from placement.cost.traffic import rank_traffic
 from placement.layout.layout import Layout
-from placement.layout.mesh import GROUP_AXES, coords, groups, talking_axes
+from placement.layout.mesh import GROUP_AXES, coords_of, groups, talking_axes
 from placement.layout.partition import partition
 from placement.legality.check import check
 from placement.model.moe_spec import MoESpec
@@ -91,7 +91,7 @@ def test_the_mode_changes_once_as_tokens_grow() -> None:
 
 
 def shapes(spec: ModelSpec, layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    rows = parameters(spec, shard(spec, layout, coords(layout, rank)))
+    rows = parameters(spec, shard(spec, layout, coords_of(layout, rank)))
     return {row.name.split("experts.")[1]: row.shape for row in rows if ".experts." in row.name}
 
 
@@ -99,7 +99,7 @@ def test_sixteen_whole_experts_of_256_on_each_of_16_ranks() -> None:
     layout, spec = Layout.parse("tp=16,ep=16"), model(256, top_k=8)
     assert check(layout, spec) == []
     assert layout.moe_tp == 1
-    assert [shard(spec, layout, coords(layout, rank)).experts for rank in (0, 15)] == [
+    assert [shard(spec, layout, coords_of(layout, rank)).experts for rank in (0, 15)] == [
         tuple(range(16)),
         tuple(range(240, 256)),
     ]
@@ -109,7 +109,7 @@ def test_sixteen_whole_experts_of_256_on_each_of_16_ranks() -> None:
 def test_half_of_one_mixtral_expert_on_each_of_16_ranks() -> None:
     layout, spec = Layout.parse("tp=16,ep=8"), model(8)
     assert layout.moe_tp == 2
-    owns = [shard(spec, layout, coords(layout, rank)) for rank in range(16)]
+    owns = [shard(spec, layout, coords_of(layout, rank)) for rank in range(16)]
     assert [(own.experts, own.expert_columns) for own in owns[:3]] == [
         ((0,), range(32)),
         ((0,), range(32, 64)),
@@ -122,7 +122,7 @@ def test_lanes_hold_what_replicas_would_but_a_quarter_of_the_experts() -> None:
     spec = model(256, top_k=8)
     lanes, replicas = Layout.parse("attn_dp=4,tp=4,ep=16"), Layout.parse("replicas=4,tp=4,ep=4")
     for rank in range(lanes.world):
-        one, other = (shard(spec, layout, coords(layout, rank % layout.world)) for layout in (lanes, replicas))
+        one, other = (shard(spec, layout, coords_of(layout, rank % layout.world)) for layout in (lanes, replicas))
         assert (one.q_heads, one.kv_heads, one.vocab) == (other.q_heads, other.kv_heads, other.vocab)
         rows = [[row for row in parameters(spec, own) if ".experts." not in row.name] for own in (one, other)]
         assert rows[0] == rows[1]

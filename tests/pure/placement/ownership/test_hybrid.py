@@ -16,7 +16,7 @@ from placement.cost.step_shape import StepShape
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import as_json, explain
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.legality.check import check
 from placement.legality.dcp_sizes import legal_dcp
 from placement.model.spec import ModelError, ModelSpec
@@ -99,16 +99,16 @@ def test_a_token_takes_what_its_layers_keep(spec: ModelSpec) -> None:
     for text in ("tp=8", "tp=3", "tp=4,pp=4", "tp=16"):
         layout = Layout.parse(text)
         for memory in rank_memories(spec, layout):
-            own = shard(spec, layout, coords(layout, memory.world_rank))
+            own = shard(spec, layout, coords_of(layout, memory.world_rank))
             heads = [len(own.heads[spec.windows[layer] is not None][1]) for layer in own.layers]
             assert memory.kv_bytes_per_token == sum(heads) * 320 * 2
-    eight = shard(spec, Layout(tp=8), coords(Layout(tp=8), 1))
+    eight = shard(spec, Layout(tp=8), coords_of(Layout(tp=8), 1))
     assert eight.heads == ((range(8, 16), range(0, 1)), (range(8, 16), range(1, 2))), "kv 0 on two ranks, or on its own"
 
 
 def test_shapes_of_a_layer_of_each_kind(spec: ModelSpec) -> None:
     layout = Layout(tp=8)
-    found = {row.name: row for row in parameters(spec, shard(spec, layout, coords(layout, 1)))}
+    found = {row.name: row for row in parameters(spec, shard(spec, layout, coords_of(layout, 1)))}
     for layer, kv_heads in ((0, 1), (1, 1)):
         assert found[f"layers.{layer}.attn.qkv.weight"].shape == (8 * 192 + kv_heads * 320, 4096)
         assert found[f"layers.{layer}.attn.o.weight"].shape == (4096, 8 * 128)
@@ -144,7 +144,7 @@ def test_every_head_of_either_kind_has_its_keys_beside_it(kv: int, window_kv: in
     model = toy(kv, window_kv)
     shares = data.draw(st.none() | st.tuples(*[st.sampled_from([1.0, 1.5, 3.0])] * tp))
     layout = Layout(tp=tp, tp_shares=shares)
-    owns = [shard(model, layout, coords(layout, rank)) for rank in range(tp)]
+    owns = [shard(model, layout, coords_of(layout, rank)) for rank in range(tp)]
     for index, kind in enumerate(model.kinds):
         queries = [head for own in owns for head in own.heads[index][0]]
         assert queries == list(range(24))

@@ -16,7 +16,7 @@ from placement.cost.step_shape import StepShape
 from placement.explain.explain_text import as_text
 from placement.explain.explanation import explain
 from placement.layout.layout import Layout
-from placement.layout.mesh import coords
+from placement.layout.mesh import coords_of
 from placement.legality.check import check
 from placement.legality.dcp_sizes import legal_dcp
 from placement.model.mla_spec import MLASpec
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], word
 @pytest.mark.parametrize("tp", [1, 2, 3, 7, 8, 16])
 def test_a_token_of_deepseek_v3_takes_70272_bytes_whatever_tp_is(spec: ModelSpec, tp: int) -> None:
     layout = Layout(tp=tp)
-    found = {kv_bytes_per_token(spec, shard(spec, layout, coords(layout, rank))) for rank in range(tp)}
+    found = {kv_bytes_per_token(spec, shard(spec, layout, coords_of(layout, rank))) for rank in range(tp)}
     assert found == {576 * 2 * 61} == {70_272}
 
 
@@ -132,7 +132,7 @@ def test_heads_are_split_and_latents_are_whole(tmp_path: Path, q_lora_rank: int 
     held: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     for rank in range(tp):
-        for row in parameters(spec, shard(spec, layout, coords(layout, rank))):
+        for row in parameters(spec, shard(spec, layout, coords_of(layout, rank))):
             for weight_slice in row.slices:
                 if ".self_attn." in weight_slice.source:
                     name = weight_slice.source.split(".")[4]
@@ -148,7 +148,7 @@ def test_heads_are_split_and_latents_are_whole(tmp_path: Path, q_lora_rank: int 
 def test_biases_of_a_fused_first_projection_land_behind_the_queries(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, q_lora_rank=None, attention_bias=True, num_hidden_layers=1, first_k_dense_replace=1)
     layout = Layout(tp=3)
-    own = shard(spec, layout, coords(layout, 1))
+    own = shard(spec, layout, coords_of(layout, 1))
     [bias] = [row for row in parameters(spec, own) if row.name == "layers.0.attn.qkv_a.bias"]
     [weight_slice] = bias.slices
     assert bias.shape == (len(own.q_heads) * 192 + 576,)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.layout.layout import Layout
-from placement.layout.mesh import Coords, coords
+from placement.layout.mesh import Coords, coords_of
 from placement.layout.partition import partition, partition_groups
 from placement.layout.stages import partition_layers
 from placement.legality.check import check
@@ -74,8 +74,8 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
 
 def every_rank(model: ModelSpec, layout: Layout) -> Iterator[tuple[Coords, Shard]]:
     for rank in range(layout.world):
-        at = coords(layout, rank)
-        yield at, shard(model, layout, at)
+        coords = coords_of(layout, rank)
+        yield coords, shard(model, layout, coords)
 
 
 def holders(model: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
@@ -182,7 +182,7 @@ def test_every_layer_is_on_exactly_one_stage(num_stages: int) -> None:
         if num_layers < num_stages:
             assert [violation.field for violation in check(layout, model)] == ["pp"]
             continue
-        stages = [shard(model, layout, coords(layout, stage)).layers for stage in range(num_stages)]
+        stages = [shard(model, layout, coords_of(layout, stage)).layers for stage in range(num_stages)]
         assert [layer for stage in stages for layer in stage] == list(range(num_layers))
         assert max(map(len, stages)) - min(map(len, stages)) <= 1
         assert len(stages[-1]) == min(map(len, stages))
@@ -298,7 +298,7 @@ def test_no_rank_is_without_columns_however_much_attention_it_has() -> None:
 
 
 def test_qkv_is_cut_segment_by_segment() -> None:
-    own = shard(toy(), Layout(tp=3), coords(Layout(tp=3), 1))
+    own = shard(toy(), Layout(tp=3), coords_of(Layout(tp=3), 1))
     [qkv] = [parameter for parameter in parameters(toy(), own) if parameter.name == "layers.0.attn.qkv.weight"]
     cuts = [(weight_slice.source.split(".")[-2], weight_slice.take, weight_slice.at) for weight_slice in qkv.slices]
     assert cuts == [("q_proj", range(12, 24), 0), ("k_proj", range(4, 8), 12), ("v_proj", range(4, 8), 16)]
