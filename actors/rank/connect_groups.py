@@ -13,12 +13,12 @@ from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 
 
-def connect(model: ModelSpec, layout: Layout, world_rank: int, device: Device, rendezvous: Rendezvous) -> Mapping[str, Group]:
-    """The group of `world_rank` along every axis that `model` has. All ranks call this, with the same rendezvous."""
+def connect(spec: ModelSpec, layout: Layout, world_rank: int, device: Device, rendezvous: Rendezvous) -> Mapping[str, Group]:
+    """The group of `world_rank` along every axis that `spec` has. All ranks call this, with the same rendezvous."""
     token, host, timeout_s = rendezvous.token, rendezvous.hosts[world_rank], rendezvous.timeout_s
     store = join_store(token, rendezvous.hosts[0], rendezvous.store_port, timeout_s)
     groups = {}
-    for axis in mesh.talking_axes(model, layout):
+    for axis in mesh.talking_axes(spec, layout):
         members = mesh.group_of(layout, axis, world_rank)
         backend = choose_backend(device, len({rendezvous.nodes[member] for member in members}))
         groups[axis] = connect_group(backend, store, token, axis, members, world_rank, host, timeout_s)

@@ -38,21 +38,21 @@ def spared_bytes(spec: ModelSpec, layout: Layout) -> int:
     return head // layout.tp - head // (layout.tp * layout.attn_dp)
 
 
-def head_can_be_sharded(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def head_can_be_sharded(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """A rule of `placement.legality.rules`: what was asked for is possible, and means something."""
-    if layout.lm_head == "stage" and (why := _hindrance(model, layout)):
+    if layout.lm_head == "stage" and (why := _hindrance(spec, layout)):
         yield "lm_head", f"lm_head=stage splits the head over the lanes of a stage, but {why}"
     if layout.lm_head == "lane" and layout.attn_dp == 1:
         yield "lm_head", "lm_head=lane keeps the head of each lane whole, but attn_dp=1"
 
 
-def _hindrance(model: ModelSpec, layout: Layout) -> str | None:
+def _hindrance(spec: ModelSpec, layout: Layout) -> str | None:
     ranks = layout.attn_dp * layout.tp
     if layout.attn_dp == 1:
         return "attn_dp=1"
-    if model.tie_embeddings and layout.pp == 1:
+    if spec.tie_embeddings and layout.pp == 1:
         return "it is the embedding (tie_word_embeddings), which each lane needs whole; with pp=2 or more it can be"
-    if ranks > model.vocab_size:
+    if ranks > spec.vocab_size:
         product = f"attn_dp={layout.attn_dp} x tp={layout.tp}"
-        return f"its {ranks} ranks ({product}) are more than the {model.vocab_size} vocabulary rows (vocab_size)"
+        return f"its {ranks} ranks ({product}) are more than the {spec.vocab_size} vocabulary rows (vocab_size)"
     return None

@@ -159,10 +159,10 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
     return list(by_rest.values())
 
 
-def talking_axes(model: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
+def talking_axes(spec: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
     """Axes along which the ranks of a model talk, and so have a group; with a layout, those that only some layouts have too."""
-    axes = GROUP_AXES if model.moe is None else (*GROUP_AXES, "moe")
-    return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(model, layout) else axes
+    axes = GROUP_AXES if spec.moe is None else (*GROUP_AXES, "moe")
+    return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(spec, layout) else axes
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:

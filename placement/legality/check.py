@@ -21,18 +21,18 @@ class Violation(BaseModel):
     suggestions: tuple[str, ...] = ()
 
 
-def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
+def check(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
     """Every rule that a layout breaks for a model (on a cluster, where one is given), each with the nearest legal layouts.
 
     Empty: the layout is legal.
     """
-    found = broken(layout, model, cluster)
+    found = broken(layout, spec, cluster)
     if not found:
         return []
-    among = suggestions.candidates(layout, model, cluster)
+    among = suggestions.candidates(layout, spec, cluster)
 
     def violation(field: str, sentence: str) -> Violation:
-        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, model, cluster))
+        legal = suggestions.nearest(layout, field, among, lambda other: not broken(other, spec, cluster))
         sizes = f" tp sizes that work: {suggestions.sizes(other.tp for other in among)}." if field == "tp" and legal else ""
         tries = f" Try {' or '.join(map(str, legal))}." if legal else " No layout of this model fits here."
         return Violation(field=field, message=f"{sentence}.{sizes}{tries}", suggestions=tuple(map(str, legal)))
@@ -40,8 +40,8 @@ def check(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) 
     return [violation(field, sentence) for field, sentence in found]
 
 
-def require(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None = None) -> None:
+def require(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> None:
     """Raise `LayoutError` with every broken rule in one message, unless the layout is legal."""
-    violations = check(layout, model, cluster)
+    violations = check(layout, spec, cluster)
     if violations:
         raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))

@@ -10,7 +10,7 @@ from placement.model.spec import ModelSpec
 from placement.ownership.shards import heads
 
 
-def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
+def legal_dcp(spec: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
     """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
 
     With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
@@ -18,7 +18,7 @@ def legal_dcp(model: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
     of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
     heads, the runs must hold in both kinds.
     """
-    return sorted(set.intersection(*(set(legal_dcp_of_kind(kind, tp, shares)) for kind in model.kinds)))
+    return sorted(set.intersection(*(set(legal_dcp_of_kind(kind, tp, shares)) for kind in spec.kinds)))
 
 
 def legal_dcp_of_kind(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:

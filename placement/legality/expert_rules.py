@@ -16,9 +16,9 @@ from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 
 
-def experts_are_there(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def experts_are_there(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Nothing that was asked for is dropped in silence."""
-    if model.moe is None:
+    if spec.moe is None:
         for name in ("ep", "moe_dp", "redundant_experts", "dispatch"):
             if name in layout.asked:
                 yield (
@@ -27,10 +27,10 @@ def experts_are_there(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, s
                 )
 
 
-def moe_axes_fill_a_stage(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def moe_axes_fill_a_stage(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """The MoE layers use the same ranks as attention, all of them."""
     explicit = "moe_tp" in layout.asked
-    if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (model.moe is None and not explicit):
+    if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (spec.moe is None and not explicit):
         return
     ranks = f"the {layout.stage_ranks} ranks of a stage (attn_dp={layout.attn_dp} x cp={layout.cp} x tp={layout.tp})"
     given = f"moe_dp={layout.moe_dp} x ep={layout.ep}"
@@ -40,41 +40,41 @@ def moe_axes_fill_a_stage(layout: Layout, model: ModelSpec) -> Iterator[tuple[st
         yield "ep" if layout.ep > 1 else "moe_dp", f"{given} does not divide {ranks}"
 
 
-def an_expert_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def an_expert_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Every moe_tp rank has part of each of its experts."""
-    if model.moe is not None and layout.moe_tp > model.moe.expert_size:
-        columns = f"the {model.moe.expert_size} columns (moe_intermediate_size) of an expert"
+    if spec.moe is not None and layout.moe_tp > spec.moe.expert_size:
+        columns = f"the {spec.moe.expert_size} columns (moe_intermediate_size) of an expert"
         # A moe_tp nobody wrote is what ep leaves: that is what to change.
         field = "moe_tp" if "moe_tp" in layout.asked else "ep"
         yield field, f"moe_tp={layout.moe_tp} is more than {columns}; more ep makes it less"
 
 
-def an_expert_per_ep_rank(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def an_expert_per_ep_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """No rank is without an expert in a layer that has them."""
-    if model.moe is not None and layout.ep > model.moe.num_experts + layout.redundant_experts:
+    if spec.moe is not None and layout.ep > spec.moe.num_experts + layout.redundant_experts:
         copies = f" and {layout.redundant_experts} redundant ones" if layout.redundant_experts else ""
-        yield "ep", f"ep={layout.ep} is more than the {model.moe.num_experts} experts{copies} of the model"
+        yield "ep", f"ep={layout.ep} is more than the {spec.moe.num_experts} experts{copies} of the model"
 
 
-def copies_go_to_other_ranks(layout: Layout, model: ModelSpec) -> Iterator[tuple[str, str]]:
+def copies_go_to_other_ranks(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """A second copy on the same rank is of no use."""
     asked = layout.redundant_experts
-    if model.moe is None or not asked:
+    if spec.moe is None or not asked:
         return
     if layout.ep == 1:
         yield "redundant_experts", f"redundant_experts={asked} are copies on other ep ranks, but ep=1"
-    elif asked > most_redundant(model, layout.ep):
-        experts = model.moe.num_experts
+    elif asked > most_redundant(spec, layout.ep):
+        experts = spec.moe.num_experts
         yield (
             "redundant_experts",
-            f"redundant_experts={asked} is more than {most_redundant(model, layout.ep)}: "
+            f"redundant_experts={asked} is more than {most_redundant(spec, layout.ep)}: "
             f"with ep={layout.ep} that many put each of the {experts} experts on every rank",
         )
 
 
-def most_redundant(model: ModelSpec, ep: int) -> int:
+def most_redundant(spec: ModelSpec, ep: int) -> int:
     """Copies of experts that `ep` ranks have a use for."""
-    return model.moe.num_experts * (ep - 1) if model.moe is not None else 0
+    return spec.moe.num_experts * (ep - 1) if spec.moe is not None else 0
 
 
 EXPERT_RULES = (
@@ -86,9 +86,9 @@ EXPERT_RULES = (
 )
 
 
-def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> dict[str, Any]:
+def nearest_expert_axes(asked: Layout, spec: ModelSpec, stage_ranks: int) -> dict[str, Any]:
     """`dispatch` as asked for; `ep`, `moe_dp` and `redundant_experts` as near to it as a stage of this many ranks can be."""
-    if model.moe is None:
+    if spec.moe is None:
         return {}
     moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)
     copies = stage_ranks // moe_dp
@@ -96,13 +96,13 @@ def nearest_expert_axes(asked: Layout, model: ModelSpec, stage_ranks: int) -> di
     legal = [
         size
         for size in _divisors(copies)
-        if size <= model.moe.num_experts + min(asked.redundant_experts, most_redundant(model, size))
-        and copies // size <= model.moe.expert_size
+        if size <= spec.moe.num_experts + min(asked.redundant_experts, most_redundant(spec, size))
+        and copies // size <= spec.moe.expert_size
     ]
     if not legal:
         return {"moe_dp": moe_dp, "dispatch": asked.dispatch}
     ep = min(legal, key=lambda size: (abs(size - wanted), size))
-    redundant = min(asked.redundant_experts, most_redundant(model, ep))
+    redundant = min(asked.redundant_experts, most_redundant(spec, ep))
     return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant, "dispatch": asked.dispatch}
 
 

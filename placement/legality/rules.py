@@ -32,39 +32,39 @@ _KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
 """Where it says the KV heads of a kind of layers, by `AttentionKind.label`."""
 
 
-def broken(layout: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
+def broken(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
     """The bare verdict: what is broken, without suggestions."""
-    on_model = [found for rule in MODEL_RULES for found in rule(layout, model)]
+    on_model = [found for rule in MODEL_RULES for found in rule(layout, spec)]
     on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
     return on_model + on_cluster
 
 
-def a_query_head_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_query_head_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """The query heads of a KV group may be split over ranks, a single head may not."""
-    if layout.tp > model.num_heads:
-        yield "tp", f"tp={layout.tp} is more than the {model.num_heads} query heads (num_attention_heads) of the model"
+    if layout.tp > spec.num_heads:
+        yield "tp", f"tp={layout.tp} is more than the {spec.num_heads} query heads (num_attention_heads) of the model"
 
 
-def a_column_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Every rank has part of every MLP, and of the expert that every token goes through."""
-    for name, width in model.widths.items():
+    for name, width in spec.widths.items():
         if layout.tp > width:
             yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"
 
 
-def a_vocabulary_row_per_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_vocabulary_row_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Every rank has part of the embedding and of the head."""
-    if layout.tp > model.vocab_size:
-        yield "tp", f"tp={layout.tp} is more than the {model.vocab_size} vocabulary rows (vocab_size) of the model"
+    if layout.tp > spec.vocab_size:
+        yield "tp", f"tp={layout.tp} is more than the {spec.vocab_size} vocabulary rows (vocab_size) of the model"
 
 
-def a_layer_per_stage(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_layer_per_stage(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """No stage is empty."""
-    if layout.pp > model.num_layers:
-        yield "pp", f"pp={layout.pp} is more than the {model.num_layers} layers (num_hidden_layers) of the model"
+    if layout.pp > spec.num_layers:
+        yield "pp", f"pp={layout.pp} is more than the {spec.num_layers} layers (num_hidden_layers) of the model"
 
 
-def stage_layers_add_up(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """A split by hand names every stage and every layer."""
     given = layout.stage_layers
     if given is None:
@@ -72,32 +72,32 @@ def stage_layers_add_up(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
     text = "/".join(map(str, given))
     if len(given) != layout.pp:
         yield "stage_layers", f"stage_layers={text} names {len(given)} stages, but pp={layout.pp}"
-    if sum(given) != model.num_layers:
-        yield "stage_layers", f"stage_layers={text} adds up to {sum(given)} layers, but the model has {model.num_layers}"
+    if sum(given) != spec.num_layers:
+        yield "stage_layers", f"stage_layers={text} adds up to {sum(given)} layers, but the model has {spec.num_layers}"
 
 
-def a_share_per_tp_rank(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_share_per_tp_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Unequal shares name every rank of a tp group. How large they are is free: each rank gets a head, a column and a row."""
     given = layout.tp_shares
     if given is not None and len(given) != layout.tp:
         yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"
 
 
-def sp_has_tokens_to_split(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def sp_has_tokens_to_split(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Sequence parallelism splits tokens over a tp group; a group of one has nothing to split."""
     if layout.sp and layout.tp == 1:
         yield "sp", "sp=true splits the tokens of norms and residual sums over the tp ranks, but tp=1"
 
 
-def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Ranks share out the positions of a KV head only where each of them would hold that head whole."""
     shares = layout.tp_shares if layout.tp_shares and len(layout.tp_shares) == layout.tp else None
-    legal = legal_dcp(model, layout.tp, shares) if layout.tp <= model.num_heads else [layout.dcp]
+    legal = legal_dcp(spec, layout.tp, shares) if layout.tp <= spec.num_heads else [layout.dcp]
     if layout.dcp in legal:
         return
-    kind = next(kind for kind in model.kinds if layout.dcp not in legal_dcp_of_kind(kind, layout.tp, shares))
+    kind = next(kind for kind in spec.kinds if layout.dcp not in legal_dcp_of_kind(kind, layout.tp, shares))
     kv_heads = f"the {kind.num_kv_heads} KV heads ({_KV_FIELDS[kind.label]}) of the model"
-    if model.mla is not None:
+    if spec.mla is not None:
         why = f"all {layout.tp} tp ranks hold the same latents, so it must divide tp"
     elif layout.tp <= kind.num_kv_heads:
         why = f"tp={layout.tp} is no more than {kv_heads}, so no two ranks hold the same head"
@@ -108,7 +108,7 @@ def dcp_groups_share_a_kv_head(layout: Layout, model: ModelSpec) -> Iterator[Bro
     yield "dcp", f"dcp={layout.dcp} cannot be used: {why}{sizes}"
 
 
-def a_style_needs_cp(layout: Layout, model: ModelSpec) -> Iterator[Broken]:
+def a_style_needs_cp(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
     """Nothing that was asked for is dropped in silence."""
     if layout.cp_style != "ring" and layout.cp == 1:
         yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"

@@ -18,11 +18,11 @@ from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
 
 
-def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
+def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
     """Layouts no larger than what was asked for that the model and the cluster have room for."""
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
-    most_tp = min(model.num_heads, *model.widths.values(), model.vocab_size, devices)
+    most_tp = min(spec.num_heads, *spec.widths.values(), spec.vocab_size, devices)
     if cluster is not None:
         most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
     found: list[Layout] = []
@@ -31,13 +31,13 @@ def candidates(asked: Layout, model: ModelSpec, cluster: ClusterSpec | None) -> 
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
         for cp, lanes in product(_halves(asked.cp), _halves(asked.attn_dp)):
-            for pp in range(1, min(model.num_layers, groups // (cp * lanes)) + 1):
+            for pp in range(1, min(spec.num_layers, groups // (cp * lanes)) + 1):
                 replicas = min(asked.replicas, groups // (pp * cp * lanes))
-                experts = nearest_expert_axes(asked, model, lanes * cp * tp)
+                experts = nearest_expert_axes(asked, spec, lanes * cp * tp)
                 # sp is kept where it was asked for and still has tokens to split.
                 plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
-                for split in _with_splits(plain, asked, model):
-                    found += _with_context(split, asked, model)
+                for split in _with_splits(plain, asked, spec):
+                    found += _with_context(split, asked, spec)
     return found
 
 
@@ -46,10 +46,10 @@ def _halves(size: int) -> list[int]:
     return [size, *_halves(size // 2)] if size > 1 else [1]
 
 
-def _with_context(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[Layout]:
     """The candidate in the asked cp style, where it has cp, with every legal dcp, where one was asked for."""
     style = asked.cp_style if candidate.cp > 1 else "ring"
-    for dcp in legal_dcp(model, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
+    for dcp in legal_dcp(spec, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
         for lm_head in dict.fromkeys((asked.lm_head, "auto")):
             yield candidate.model_copy(update={"dcp": dcp, "cp_style": style, "lm_head": lm_head})
 
@@ -75,14 +75,14 @@ def sizes(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _with_splits(candidate: Layout, asked: Layout, model: ModelSpec) -> Iterator[Layout]:
+def _with_splits(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[Layout]:
     """The candidate, and with what the user gave of it: the tp shares, the split of layers (mended if need be), both."""
     shares, layers = asked.tp_shares, asked.stage_layers
     kept: list[dict[str, object]] = [{}]
     if shares is not None and len(shares) == candidate.tp:
         kept.append({"tp_shares": shares})
     if layers is not None and len(layers) == candidate.pp:
-        kept += [{**other, "stage_layers": _mended(layers, model.num_layers)} for other in kept]
+        kept += [{**other, "stage_layers": _mended(layers, spec.num_layers)} for other in kept]
     for update in kept:
         yield candidate.model_copy(update=update)
 

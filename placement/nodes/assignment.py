@@ -76,7 +76,7 @@ class BundleAssignment:
 
 def assign_bundles(
     layout: Layout,
-    model: ModelSpec,
+    spec: ModelSpec,
     cluster: ClusterSpec,
     free: Sequence[int] | None = None,
     others: Collection[int] = (),
@@ -90,16 +90,16 @@ def assign_bundles(
     room = [count // layout.tp for count in slots]
     if sum(room) < layout.world // layout.tp:
         return None
-    return _Search(layout, talkers(layout, model), lanes(layout), cluster, room, frozenset(others), home).best()
+    return _Search(layout, talkers(layout, spec), lanes(layout), cluster, room, frozenset(others), home).best()
 
 
-def assign_replicas(layout: Layout, model: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
+def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
     """The assignment of every replica, one after the other on an idle cluster; None where they do not fit together."""
     free = [node.slots for node in cluster.nodes]
     assignments: list[BundleAssignment] = []
     for _ in range(layout.replicas):
         taken = {node for assignment in assignments for node in assignment.nodes}
-        assignment = assign_bundles(layout, model, cluster, free, taken)
+        assignment = assign_bundles(layout, spec, cluster, free, taken)
         if assignment is None:
             return None
         for node in assignment.nodes:
@@ -108,9 +108,9 @@ def assign_replicas(layout: Layout, model: ModelSpec, cluster: ClusterSpec) -> l
     return assignments
 
 
-def talkers(layout: Layout, model: ModelSpec) -> Groups:
+def talkers(layout: Layout, spec: ModelSpec) -> Groups:
     """Groups of bundles that talk in every layer."""
-    axes = [axis for axis in mesh.talking_axes(model) if axis in ("cp", "moe")]
+    axes = [axis for axis in mesh.talking_axes(spec) if axis in ("cp", "moe")]
     return _bundled(layout, axes)
 
 
