@@ -9,7 +9,7 @@ from placement.layout import mesh
 from placement.model.mla_spec import MLASpec
 from placement.model.spec import ModelSpec
 from placement.ownership import shards
-from placement.ownership.context import Place
+from placement.ownership.context import ContextRank
 from placement.ownership.handoff import Copy, Side
 
 Unit = tuple[int, int, int, int]
@@ -46,7 +46,10 @@ def kept(spec: ModelSpec, side: Side, tokens: int) -> set[Unit]:
     found = set()
     for rank in range(side.layout.world):
         coords = mesh.coords_of(side.layout, rank)
-        own, ownership = shards.shard(spec, side.layout, coords), Place.of(side.layout, coords, side.page_tokens).ownership()
+        own, ownership = (
+            shards.shard(spec, side.layout, coords),
+            ContextRank.of(side.layout, coords, side.page_tokens).ownership(),
+        )
         blocks = ownership.blocks(list(range(-(-tokens // side.page_tokens))))
         mine = [position for position in range(tokens) if ownership.slot(position, blocks) >= 0]
         if coords.attn_dp == side.lane:

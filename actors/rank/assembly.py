@@ -42,7 +42,7 @@ from actors.wire.results import StepResult
 from placement.layout import mesh, sequence_parallel
 from placement.model.digest import model_digest
 from placement.ownership import shards
-from placement.ownership.context import Place
+from placement.ownership.context import ContextRank
 from placement.ownership.shard import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,7 +104,7 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, coords, config.layout.tp)
     sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
-    place = Place.of(config.layout, coords, config.block_size)
+    place = ContextRank.of(config.layout, coords, config.block_size)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
     courier = _courier(config, cache)

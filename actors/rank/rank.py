@@ -25,12 +25,12 @@ from actors.rank.addresses import interface_of, own_address
 from actors.rank.assembly import load_decoder, put_together
 from actors.rank.connect_groups import connect
 from actors.rank.stepping import run_plans
-from actors.wire.rank_config import Loaded, Place, RankConfig, RankStatus, Rendezvous
+from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankStatus, Rendezvous
 from placement.layout.layout import Layout
 
 
 class Rank:
-    """See the module. Methods but `status` and `place` are called from one thread, in the order above."""
+    """See the module. Methods but `status` and `location` are called from one thread, in the order above."""
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
@@ -40,10 +40,10 @@ class Rank:
         self._threads = 1
         self._decoder: Decoder
 
-    def place(self, node_id: str, node: str) -> Place:
+    def location(self, node_id: str, node: str) -> RankLocation:
         """Where this process runs, on a node that Ray knows by the address or name `node`. Raises `AddressError`."""
         host = own_address(node, os.environ)
-        return Place(
+        return RankLocation(
             world_rank=self._config.world_rank,
             node_id=node_id or socket.gethostname(),
             host=host,

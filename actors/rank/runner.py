@@ -28,7 +28,7 @@ from actors.sampling.sampler import Sampler, SampleRow
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from actors.wire.results import PromptLogprobs, Sampled, StepResult
-from placement.ownership.context import Place, is_split, restored_order
+from placement.ownership.context import ContextRank, is_split, restored_order
 from placement.ownership.expert_tokens import Lanes
 
 SCORED_ROWS = 256
@@ -71,13 +71,13 @@ class Runner:
         pipeline: Pipeline,
         sampler: Sampler,
         context: Group | None = None,
-        place: Place | None = None,
+        place: ContextRank | None = None,
         experts: ExpertKeeper | NoExperts | None = None,
     ) -> None:
         """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
         self._decoder, self._head, self._cache, self._pipeline, self._sampler = decoder, head, cache, pipeline, sampler
         self._context = context or SoloGroup("cp")
-        self._place = place or Place(cache.block_size)
+        self._place = place or ContextRank(cache.block_size)
         self._experts = experts or NoExperts()
         self._chooses_for_all = head.is_shared and pipeline.is_last and self._context.rank == 0
         self._sequences: dict[int, _Sequence] = {}

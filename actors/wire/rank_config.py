@@ -52,7 +52,7 @@ class Rendezvous(BaseModel):
     timeout_s: float = 60.0
 
 
-class Place(BaseModel):
+class RankLocation(BaseModel):
     """Where a rank really runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,7 +96,7 @@ class RankReport(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: Place
+    location: RankLocation
     device: str
     """``cpu``, or ``cuda`` with the ids of the GPUs as the node numbers them."""
     coords: dict[str, int]

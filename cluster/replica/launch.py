@@ -1,6 +1,6 @@
 """From reserved bundles to running ranks: actors in their bundles, groups joined, weights loaded.
 
-reserve bundles ──→ make actors ──→ places ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
+reserve bundles ──→ make actors ──→ locations ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
+from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankReport, RankStatus, Rendezvous
 from cluster.embedded.local import NAMESPACE
 from cluster.replica.placement_group import ReservedBundles
 from cluster.replica.rank_actor import RankActor
@@ -35,7 +35,7 @@ class Ranks:
     """The live ranks of one replica, in world-rank order."""
 
     actors: tuple[ActorHandle[Any], ...]
-    places: tuple[Place, ...]
+    locations: tuple[RankLocation, ...]
     loaded: tuple[Loaded, ...]
     token: str
     """Names this generation of ranks to the engine."""
@@ -55,23 +55,24 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:
-        places = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, reserved))
-        check_placement(places, reserved)
-        check_reachable(places)
-        port = _all("serve the rendezvous store", [actors[0].serve_store.remote(token, places[0].host)], deadline, reserved)[0]
+        locations = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, reserved))
+        check_placement(locations, reserved)
+        check_reachable(locations)
+        store = [actors[0].serve_store.remote(token, locations[0].host)]
+        port = _all("serve the rendezvous store", store, deadline, reserved)[0]
         rendezvous = Rendezvous(
             token=token,
-            nodes=tuple(place.node_id for place in places),
-            hosts=tuple(place.host for place in places),
+            nodes=tuple(location.node_id for location in locations),
+            hosts=tuple(location.host for location in locations),
             store_port=port,
         )
-        _connect(actors, rendezvous, places, deadline, reserved)
+        _connect(actors, rendezvous, locations, deadline, reserved)
         loaded = tuple(_all("load its weights", [actor.load.remote() for actor in actors], deadline, reserved))
     except BaseException:
         for actor in actors:
             ray.kill(actor)
         raise
-    return Ranks(actors, places, loaded, token)
+    return Ranks(actors, locations, loaded, token)
 
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:
@@ -133,7 +134,7 @@ def _make(settings: ReplicaSettings, reserved: ReservedBundles, rank: int, name:
 def _connect(
     actors: Sequence[ActorHandle[Any]],
     rendezvous: Rendezvous,
-    places: Sequence[Place],
+    locations: Sequence[RankLocation],
     deadline: float,
     reserved: ReservedBundles,
 ) -> None:
@@ -141,7 +142,7 @@ def _connect(
     try:
         _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, reserved)
     except LaunchError as error:
-        raise LaunchError(f"{error}; ranks: {described(places)}") from error
+        raise LaunchError(f"{error}; ranks: {described(locations)}") from error
 
 
 def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, reserved: ReservedBundles) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util import get_node_ip_address
 
-from actors.wire.rank_config import Loaded, Place, RankConfig, RankReport, RankStatus, Rendezvous
+from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankReport, RankStatus, Rendezvous
 from placement.layout.mesh import coords_of
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ class RankActor:
         self._config = config
         self._rank: Rank = Rank(config)
 
-    def where(self) -> Place:
+    def where(self) -> RankLocation:
         """The node, address and process of this rank."""
-        return self._rank.place(ray.get_runtime_context().get_node_id(), str(get_node_ip_address()))
+        return self._rank.location(ray.get_runtime_context().get_node_id(), str(get_node_ip_address()))
 
     def serve_store(self, token: str, host: str) -> int:
         """See `Rank.serve_store`."""
@@ -55,7 +55,7 @@ class RankActor:
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") or []
         device = self._config.device
         return RankReport(
-            place=self.where(),
+            location=self.where(),
             device=f"{device}:{','.join(map(str, gpus))}" if gpus else device,
             coords=asdict(coords_of(self._config.layout, self._config.world_rank)),
             status=self._rank.status(),

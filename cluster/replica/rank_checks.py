@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from actors.rank.addresses import INTERFACE_VARIABLE
-from actors.wire.rank_config import Place
+from actors.wire.rank_config import RankLocation
 from cluster.replica.placement_group import ReservedBundles
 
 
@@ -14,30 +14,31 @@ class LaunchError(RuntimeError):
     """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
 
 
-def check_placement(places: Sequence[Place], reserved: ReservedBundles) -> None:
+def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles) -> None:
     """Every rank runs on the node of its bundle. Raises `LaunchError`."""
-    for place in places:
-        node = reserved.node_of(place.world_rank)
-        if place.node_id != node:
-            raise LaunchError(f"rank {place.world_rank} runs on node {place.node_id}, but its bundle is on {node}")
+    for location in locations:
+        node = reserved.node_of(location.world_rank)
+        if location.node_id != node:
+            raise LaunchError(f"rank {location.world_rank} runs on node {location.node_id}, but its bundle is on {node}")
 
 
-def check_reachable(places: Sequence[Place]) -> None:
+def check_reachable(locations: Sequence[RankLocation]) -> None:
     """No rank is at a loopback address, unless all are on one machine, whose nodes may well use it. Raises `LaunchError`."""
-    nodes, machines = {place.node_id for place in places}, {place.machine for place in places}
-    for place in places:
-        if len(machines) > 1 and ipaddress.ip_address(place.host).is_loopback:
+    nodes, machines = {location.node_id for location in locations}, {location.machine for location in locations}
+    for location in locations:
+        if len(machines) > 1 and ipaddress.ip_address(location.host).is_loopback:
             raise LaunchError(
-                f"rank {place.world_rank} on {place.name} reports the loopback address {place.host}{_over(place)} while the "
+                f"rank {location.world_rank} on {location.name} reports the loopback address {location.host}{_over(location)} "
+                f"while the "
                 f"layout spans {len(nodes)} nodes: start Ray on that node with --node-ip-address=ADDRESS, or with "
                 f"{INTERFACE_VARIABLE} set to an interface that the other nodes reach"
             )
 
 
-def described(places: Sequence[Place]) -> str:
+def described(locations: Sequence[RankLocation]) -> str:
     """Machine, address and interface of each rank, for a person who finds out why they did not meet."""
-    return ", ".join(f"{place.world_rank} on {place.name} at {place.host}{_over(place)}" for place in places)
+    return ", ".join(f"{location.world_rank} on {location.name} at {location.host}{_over(location)}" for location in locations)
 
 
-def _over(place: Place) -> str:
-    return f" (interface {place.interface})" if place.interface else ""
+def _over(location: RankLocation) -> str:
+    return f" (interface {location.interface})" if location.interface else ""

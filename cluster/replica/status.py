@@ -105,8 +105,8 @@ def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list
     homes: dict[str, dict[int, int]] = {}
     for name, report in rank_reports().items():
         replica = name.rpartition("-rank-")[0]
-        if report.place.node_id in ids and replica.rpartition("-")[0] in replicas:
-            homes.setdefault(replica, {})[report.place.world_rank] = ids.index(report.place.node_id)
+        if report.location.node_id in ids and replica.rpartition("-")[0] in replicas:
+            homes.setdefault(replica, {})[report.location.world_rank] = ids.index(report.location.node_id)
     layout = settings.layout
     step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, lanes=layout.attn_dp)
     whole = [[home[rank] for rank in range(layout.world)] for home in homes.values() if len(home) == layout.world]
@@ -153,16 +153,16 @@ def _replica(
 
 
 def _rank(report: RankReport, node_names: dict[str, str]) -> PlacedRank:
-    place, status = report.place, report.status
+    location, status = report.location, report.status
     return PlacedRank(
-        world_rank=place.world_rank,
+        world_rank=location.world_rank,
         coords=report.coords,
         state=status.state,
         steps=status.steps,
-        node=node_names.get(place.node_id, place.host),
-        node_id=place.node_id,
-        host=place.host,
-        pid=place.pid,
+        node=node_names.get(location.node_id, location.host),
+        node_id=location.node_id,
+        host=location.host,
+        pid=location.pid,
         device=report.device,
     )
 

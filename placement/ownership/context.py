@@ -109,7 +109,7 @@ class Ownership:
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextRank:
     """Where a rank stands: in which lane, and among those that share a sequence there (cp, and dcp inside its tp group)."""
 
     block_size: int
@@ -121,7 +121,7 @@ class Place:
     lanes: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, coords: Coords, block_size: int) -> Place:
+    def of(cls, layout: Layout, coords: Coords, block_size: int) -> ContextRank:
         return cls(block_size, layout.cp, coords.cp, layout.dcp, coords.tp % layout.dcp, coords.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:

@@ -29,7 +29,7 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import coords_of
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import DTYPE_BYTES, DType, ModelError, ModelSpec
-from placement.ownership.context import BLOCK_TOKENS, Ownership, Place
+from placement.ownership.context import BLOCK_TOKENS, ContextRank, Ownership
 from placement.ownership.handoff_positions import Positions, shared
 from placement.ownership.shards import shard
 
@@ -115,7 +115,7 @@ def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
     for rank in range(side.layout.world):
         coords = coords_of(side.layout, rank)
         if coords.attn_dp == side.lane:
-            own, place = shard(spec, side.layout, coords), Place.of(side.layout, coords, side.page_tokens)
+            own, place = shard(spec, side.layout, coords), ContextRank.of(side.layout, coords, side.page_tokens)
             found.append(Holding(rank, own.layers, own.kv_heads, place.ownership()))
     return found
 

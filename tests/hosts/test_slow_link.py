@@ -78,10 +78,10 @@ def test_ranks_take_what_is_listed_from_the_shell_and_the_rest_from_their_node(m
     process = made.start(head, line, log)
     try:
         found = wait_until(lambda: re.search(r"^\[\[.*\]\]", log.read_text(), re.M) or process.poll(), 120, log.read_text)
-        places = json.loads(found[0])
-        assert len({host for host, _pid in places}) == 2
+        locations = json.loads(found[0])
+        assert len({host for host, _pid in locations}) == 2
         for host in made.hosts:
-            [pid] = [pid for address, pid in places if address == host.address]
+            [pid] = [pid for address, pid in locations if address == host.address]
             seen = made.run(host, f"tr '\\0' '\\n' < /proc/{pid}/environ").splitlines()
             assert "NCCL_DEBUG=WARN" in seen
             assert f"HERE={host.name}" in seen

@@ -40,7 +40,7 @@ def main(address: str, model: str, how: str, *layouts: str) -> None:
     local.connect(address)
     if how == "hold":
         with running(model, layouts[0]) as [replica]:
-            print(json.dumps([(place.host, place.pid) for place in replica._ranks.places]), flush=True)
+            print(json.dumps([(location.host, location.pid) for location in replica._ranks.locations]), flush=True)
             threading.Event().wait()
     rounds = [[measured(model, layout) for layout in layouts] for _ in range(int(how))]
     print(json.dumps([best(of_layout) for of_layout in zip(*rounds, strict=True)]), flush=True)
@@ -55,7 +55,7 @@ def best(rounds: Sequence[dict[str, object]]) -> dict[str, object]:
 def measured(model: str, layout: str) -> dict[str, object]:
     """Where the ranks of each replica are, and the tokens a second of all replicas together."""
     with running(model, layout) as replicas:
-        hosts = [[place.host for place in replica._ranks.places] for replica in replicas]
+        hosts = [[location.host for location in replica._ranks.locations] for replica in replicas]
         generate(replicas, "warm", 2)
         seconds = min(timed(replicas, str(turn)) for turn in range(TURNS))
         return {"layout": layout, "hosts": hosts, "tokens_per_s": REQUESTS * TOKENS / seconds}

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from actors.rank.rank import Rank
-from actors.wire.rank_config import Place, RankConfig
+from actors.wire.rank_config import RankConfig, RankLocation
 from cluster.nodes.discover import discover
 from cluster.nodes.topology import POOL_LABEL
 from cluster.replica.placement_group import ReservedBundles, node_resources
@@ -19,23 +19,23 @@ from placement.nodes.bundles import bundles, impossible
 from tests.specs import DENSE
 
 
-def place(rank: int, node: str, host: str, machine: str) -> Place:
-    return Place(world_rank=rank, node_id=node, host=host, pid=1, machine=machine, name=f"{node}0")
+def location(rank: int, node: str, host: str, machine: str) -> RankLocation:
+    return RankLocation(world_rank=rank, node_id=node, host=host, pid=1, machine=machine, name=f"{node}0")
 
 
 def test_a_loopback_address_between_machines_names_the_variable() -> None:
-    places = [place(0, "a", "10.0.0.1", "x"), place(1, "b", "127.0.0.1", "y")]
+    locations = [location(0, "a", "10.0.0.1", "x"), location(1, "b", "127.0.0.1", "y")]
     with pytest.raises(LaunchError, match=r"rank 1 on b0 reports the loopback address 127.0.0.1 while.*GLOO_SOCKET_IFNAME"):
-        check_reachable(places)
+        check_reachable(locations)
 
 
 def test_a_node_whose_name_stands_for_the_loopback_address_is_refused_with_the_hint() -> None:
     config = RankConfig(
         world_rank=1, layout=Layout(pp=2), spec=DENSE, model_path="", device="cpu", dtype="float32", block_size=16
     )
-    looked_up = Rank(config).place("b", "localhost")
+    looked_up = Rank(config).location("b", "localhost")
     assert (looked_up.host, looked_up.interface, looked_up.name) == ("127.0.0.1", "lo", socket.gethostname())
-    first = place(0, "a", "10.0.0.1", "another machine")
+    first = location(0, "a", "10.0.0.1", "another machine")
     with pytest.raises(LaunchError, match=r"127.0.0.1 \(interface lo\) while the layout spans 2 nodes.*GLOO_SOCKET_IFNAME"):
         check_reachable([first, looked_up])
     check_reachable([first.model_copy(update={"machine": looked_up.machine}), looked_up])
@@ -43,8 +43,8 @@ def test_a_node_whose_name_stands_for_the_loopback_address_is_refused_with_the_h
 
 
 def test_nodes_of_one_machine_may_use_its_loopback() -> None:
-    check_reachable([place(0, "a", "127.0.0.1", "x"), place(1, "b", "127.0.0.1", "x")])
-    check_reachable([place(0, "a", "10.0.0.1", "x"), place(1, "b", "10.0.0.2", "y")])
+    check_reachable([location(0, "a", "127.0.0.1", "x"), location(1, "b", "127.0.0.1", "x")])
+    check_reachable([location(0, "a", "10.0.0.1", "x"), location(1, "b", "10.0.0.2", "y")])
 
 
 def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_on_another_node_than_its_bundle_is_refused() -> None:
     reserved = ReservedBundles(cast(Any, None), (0, 0, 1), ("a", "b"))
-    ranks = [place(rank, node, "10.0.0.1", "x") for rank, node in enumerate("aab")]
+    ranks = [location(rank, node, "10.0.0.1", "x") for rank, node in enumerate("aab")]
     check_placement(ranks, reserved)
     with pytest.raises(LaunchError, match="rank 2 runs on node a, but its bundle is on b"):
-        check_placement([*ranks[:2], place(2, "a", "10.0.0.1", "x")], reserved)
+        check_placement([*ranks[:2], location(2, "a", "10.0.0.1", "x")], reserved)

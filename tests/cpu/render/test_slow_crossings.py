@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.wire.rank_config import Place, RankReport, RankStatus
+from actors.wire.rank_config import RankLocation, RankReport, RankStatus
 from cluster.replica import status
 from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout
@@ -20,7 +20,7 @@ def reports(replica: str, nodes: str) -> dict[str, RankReport]:
     """A replica whose ranks are on these nodes, a letter each."""
     return {
         f"{replica}-cafe-rank-{rank}": RankReport(
-            place=Place(world_rank=rank, node_id=node, host="h", pid=1),
+            location=RankLocation(world_rank=rank, node_id=node, host="h", pid=1),
             device="cpu",
             coords={},
             status=RankStatus(state="running"),

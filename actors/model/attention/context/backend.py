@@ -39,7 +39,7 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import ModelSpec
-from placement.ownership.context import Place, passes_kv
+from placement.ownership.context import ContextRank, passes_kv
 from placement.ownership.context_heads import group_heads, weights
 
 
@@ -113,7 +113,7 @@ class ContextAttention:
         block_size: int,
     ) -> ContextAttention:
         """The backend of the rank at `coords`, which has the groups ``cp`` and ``dcp``."""
-        place = Place.of(layout, coords, block_size)
+        place = ContextRank.of(layout, coords, block_size)
 
         def setting(kind: AttentionKind) -> Setting:
             exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, coords.tp))])

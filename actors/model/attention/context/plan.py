@@ -20,9 +20,9 @@ from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Source, source
 from actors.model.step.batch import Batch
-from placement.ownership.context import Place
+from placement.ownership.context import ContextRank
 
-MakeStyle = Callable[[Group, Sequence[Shelf], Sequence[RowShare], Place, torch.device], Style]
+MakeStyle = Callable[[Group, Sequence[Shelf], Sequence[RowShare], ContextRank, torch.device], Style]
 STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 
 
@@ -30,7 +30,7 @@ STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 class Setting:
     """What does not change from step to step. `keys_travel` (new tokens, cached tokens) decides for split rows."""
 
-    place: Place
+    place: ContextRank
     kernel: PartialKernel
     cp: Group
     heads: HeadExchange

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors.model.attention.context.sights import Positions
 from actors.model.step.batch import Batch
-from placement.ownership.context import Ownership, Place, is_split
+from placement.ownership.context import ContextRank, Ownership, is_split
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RowShare:
         return self.start > 0 or self.is_decode
 
 
-def shares(batch: Batch, place: Place) -> list[RowShare]:
+def shares(batch: Batch, place: ContextRank) -> list[RowShare]:
     """The rows of a step, in order."""
     rows, token = [], 0
     for index, (start, count, blocks) in enumerate(zip(batch.context_lens, batch.new_lens, batch.block_tables, strict=True)):
@@ -78,7 +78,7 @@ class Shelf:
         self.kind, self.row, self.position = kind, row, position
 
     @classmethod
-    def sent_by(cls, cp_rank: int, split: Sequence[RowShare], cached: Sequence[RowShare], place: Place) -> Shelf:
+    def sent_by(cls, cp_rank: int, split: Sequence[RowShare], cached: Sequence[RowShare], place: ContextRank) -> Shelf:
         """What `cp_rank` contributes to a step: its own chunks of the rows `split`, its own pages of the rows `cached`."""
         parts = [
             (cls.FRESH, row.index, np.concatenate([np.arange(s.start, s.stop) for s in runs]))

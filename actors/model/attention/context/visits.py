@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.attention.context.shares import KeyRun, RowShare, Shelf
-from placement.ownership.context import Place
+from placement.ownership.context import ContextRank
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Visit:
     slots: Tensor
 
     @classmethod
-    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: Place, device: torch.device) -> Visit:
+    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: ContextRank, device: torch.device) -> Visit:
         kept, slots = shelf.kept(rows, place.ownership(), device)
         return cls(shelf.runs(Shelf.FRESH, rows), shelf.runs(Shelf.CACHED, rows), kept, slots)
 
@@ -52,7 +52,7 @@ class Gathered:
     """``cp_style=allgather``."""
 
     def __init__(
-        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: Place, device: torch.device
+        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: ContextRank, device: torch.device
     ) -> None:
         self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
         everything = Shelf.joined(shelves)
@@ -68,7 +68,7 @@ class Ring:
     """``cp_style=ring`` (Liu et al. 2023, arXiv 2310.01889): what is here goes on to the right before it is used here."""
 
     def __init__(
-        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: Place, device: torch.device
+        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: ContextRank, device: torch.device
     ) -> None:
         self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
         self._visits = [Visit.of(shelf, rows, place, device) for shelf in shelves]

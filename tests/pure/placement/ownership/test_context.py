@@ -13,7 +13,17 @@ from placement.legality.check import check
 from placement.legality.dcp_sizes import legal_dcp
 from placement.model.spec import ModelSpec
 from placement.ownership import shards
-from placement.ownership.context import Overlap, Ownership, Place, chunks, is_split, passes_kv, restored_order, spans, zigzag
+from placement.ownership.context import (
+    ContextRank,
+    Overlap,
+    Ownership,
+    chunks,
+    is_split,
+    passes_kv,
+    restored_order,
+    spans,
+    zigzag,
+)
 
 quick = settings(deadline=None, max_examples=200)
 cps = st.integers(1, 6)
@@ -129,7 +139,7 @@ def test_the_drawing_of_the_module_holds() -> None:
 def test_owners_are_numbered_by_cp_rank_then_dcp_rank(text: str) -> None:
     layout = Layout.parse(text)
     for stage in range(layout.pp):
-        places = [Place.of(layout, Coords(stage, 0, cp, tp), 16) for cp in range(layout.cp) for tp in range(layout.tp)]
+        places = [ContextRank.of(layout, Coords(stage, 0, cp, tp), 16) for cp in range(layout.cp) for tp in range(layout.tp)]
         owners = [place.ownership().owner for place in places]
         assert sorted(owners) == sorted(list(range(layout.kv_owners)) * (layout.tp // layout.dcp))
         assert [place.ownership(place.cp_rank) for place in places] == [place.ownership() for place in places]
