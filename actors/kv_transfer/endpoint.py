@@ -28,7 +28,7 @@ from actors.model.kv.kv_cache import KVCache
 from actors.wire.message import Message
 from placement.ownership.handoff import Copy, Holding
 from placement.ownership.handoff_pages import PageTable
-from placement.ownership.handoff_positions import Positions
+from placement.ownership.handoff_positions import PeriodicPositions
 
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 
@@ -78,7 +78,7 @@ class _Tag(Message):
         ordered = all(one.stop <= other.start for one, other in pairwise([*runs, range(self.period, self.period)]))
         if not (ordered and all(run.start >= 0 for run in runs) and window.start >= 0):
             raise ValueError(f"runs {self.runs} of every {self.period} in {self.window} are no positions")
-        positions = Positions(window, self.period, tuple(runs))
+        positions = PeriodicPositions(window, self.period, tuple(runs))
         part = Copy(whole.source, whole.destination, range(*self.layers), range(*self.kv_heads), positions)
         inside = _is_in(part.layers, whole.layers) and _is_in(part.kv_heads, whole.kv_heads)
         if not (inside and _is_in(window, whole.positions.window)):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.nodes.topology import POOL_LABEL
 from cluster.render.legal import require_accelerator, require_image, require_name
 from cluster.render.pods import KEYS_FILE, SERVICE_LABEL, head_pod, worker_pod
-from cluster.render.serve_file import HTTP_PORT, Deployment, Group, serve_file
+from cluster.render.serve_file import HTTP_PORT, Deployment, MachineGroup, serve_file
 from placement.nodes.fleet import Machine
 
 Manifest = dict[str, Any]
@@ -118,7 +118,7 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
     }
 
 
-def _worker_group(group: Group, pod: Manifest) -> Manifest:
+def _worker_group(group: MachineGroup, pod: Manifest) -> Manifest:
     """Its label keeps the replicas of other pools away: see `cluster.replica.placement_group`."""
     fleet = group.fleet
     return {

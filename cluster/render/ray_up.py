@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cluster.nodes.topology import POOL_LABEL
 from cluster.render.legal import require_hosts, require_name
-from cluster.render.serve_file import Deployment, Group
+from cluster.render.serve_file import Deployment, MachineGroup
 from cluster.render.start_commands import OWN_MACHINES, head_command, worker_command
 
 Provider = Literal["local", "aws", "gcp"]
@@ -96,7 +96,7 @@ def cloud_cluster(
     }
 
 
-def _worker_type(name: str, group: Group) -> dict[str, Any]:
+def _worker_type(name: str, group: MachineGroup) -> dict[str, Any]:
     machine, workers = group.fleet.machine, group.fleet.machines
     kept = {POOL_LABEL: group.pool} if group.pool else {}
     return {

@@ -14,7 +14,7 @@ NODES_WAIT_S = 3600.0
 """Machines may take so long to start, images to be pulled included."""
 
 
-class Pool(BaseModel):
+class ReplicaPool(BaseModel):
     """Replicas of one layout: `name` is that of their deployment in Serve, `argument` that of the application which says so
     (``layout``, or ``prefill`` and ``decode``), `fleet` the machines they need."""
 
@@ -33,7 +33,7 @@ class Pool(BaseModel):
         return f"{self.layout.model_copy(update={'replicas': 1})}*{self.layout.replicas}"
 
 
-class Group(BaseModel):
+class MachineGroup(BaseModel):
     """Machines of one kind for the replicas of one pool; of all, where `pool` is None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,20 +53,20 @@ class Deployment(BaseModel):
 
     name: str
     model: str
-    pools: tuple[Pool, ...]
+    pools: tuple[ReplicaPool, ...]
     import_path: str
     ingress: str
     served_name: str | None = None
     api_keys_file: str | None = None
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[MachineGroup, ...]:
         """The machines: a group for each pool, or one where a single machine has slots for all their ranks."""
         first = self.pools[0].fleet
         alike = len({pool.fleet.machine for pool in self.pools}) == 1
         if len(self.pools) == 1 or (alike and sum(pool.layout.devices for pool in self.pools) <= self.machine.slots):
-            return (Group(name="ranks", pool=None, fleet=first),)
-        return tuple(Group(name=pool.argument, pool=pool.argument, fleet=pool.fleet) for pool in self.pools)
+            return (MachineGroup(name="ranks", pool=None, fleet=first),)
+        return tuple(MachineGroup(name=pool.argument, pool=pool.argument, fleet=pool.fleet) for pool in self.pools)
 
     @property
     def machine(self) -> Machine:

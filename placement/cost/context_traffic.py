@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from placement.cost.collectives import Entry, all_gather, all_to_all, recv, send
+from placement.cost.collectives import TrafficEntry, all_gather, all_to_all, recv, send
 from placement.cost.step_shape import RowShape, StepShape
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
@@ -109,7 +109,7 @@ class _Step:
         return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.coords.tp), self.layout.cp)
 
 
-def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: StepShape) -> Iterator[Entry]:
+def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: StepShape) -> Iterator[TrafficEntry]:
     """Every collective of attention in one step on one rank, kind by kind, and of each in order."""
     if layout.kv_owners == 1:
         return
@@ -120,7 +120,7 @@ def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: S
         )
 
 
-def _of_kind(rows: _Step) -> Iterator[Entry]:
+def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
     """Those of the layers of one kind."""
     layout, calls = rows.layout, rows.layers
     shared = rows.run(rows.whole) + rows.run(rows.passing_keys) + rows.run(rows.passing_queries)
@@ -143,7 +143,7 @@ def _of_kind(rows: _Step) -> Iterator[Entry]:
         yield all_to_all("attention: parts of queries", "dcp", layout.dcp, sent, kept, calls)
 
 
-def _visits(rows: _Step, calls: int) -> Iterator[Entry]:
+def _visits(rows: _Step, calls: int) -> Iterator[TrafficEntry]:
     """Keys and values of split rows, by `cp_style`."""
     cp, here = rows.layout.cp, rows.coords.cp
     where = "attention: keys and values"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from placement.cost.collectives import Entry
+from placement.cost.collectives import TrafficEntry
 from placement.cost.step_shape import StepShape
 from placement.cost.traffic import rank_traffic
 from placement.cost.units import size_text
@@ -107,7 +107,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds / scale:.3g} {unit}"
 
 
-def _peers(entry: Entry, layout: Layout, rank: int) -> Iterator[tuple[int, int]]:
+def _peers(entry: TrafficEntry, layout: Layout, rank: int) -> Iterator[tuple[int, int]]:
     """Whom a rank sends to, and how many bytes in all calls of the entry."""
     group = mesh.group_of(layout, entry.axis, rank)
     total = entry.calls * entry.wire_bytes_per_rank

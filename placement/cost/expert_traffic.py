@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from placement.cost import expert_modes
-from placement.cost.collectives import Entry, all_gather, all_to_all, reduce_scatter
+from placement.cost.collectives import TrafficEntry, all_gather, all_to_all, reduce_scatter
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, moe_coords_of, world_rank
@@ -120,7 +120,7 @@ class Travels:
         return Routed(round(sent), round(self.num_own * here), round(sum(self.own_tokens) * here))
 
 
-def to_experts(rank: Travels) -> Iterator[Entry]:
+def to_experts(rank: Travels) -> Iterator[TrafficEntry]:
     """From the tokens a rank holds to those its experts run."""
     size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
@@ -132,7 +132,7 @@ def to_experts(rank: Travels) -> Iterator[Entry]:
             yield all_to_all("mlp input: dispatched rows", "moe", size, routed.sent * row, routed.kept * row, layers)
 
 
-def from_experts(rank: Travels, is_scattered: bool) -> Iterator[Entry]:
+def from_experts(rank: Travels, is_scattered: bool) -> Iterator[TrafficEntry]:
     """From the results of a rank's experts to what it holds."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":

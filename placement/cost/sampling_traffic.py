@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from placement.cost.collectives import Entry, all_gather
+from placement.cost.collectives import TrafficEntry, all_gather
 from placement.cost.step_shape import Choosing
 
 SHORTLISTS = (64, 1024)
@@ -18,7 +18,7 @@ _SCORE_AND_ID = 8
 """fp32 score, int32 id."""
 
 
-def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, size: int) -> Iterator[Entry]:
+def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
     """Every all-gather of one step's sampling, in order; `rows` are those that choose a token, over `size` ranks of `axis`."""
     if not rows:
         return
@@ -50,7 +50,7 @@ def _sent(kind: str | int, rows: Sequence[Choosing], width: int) -> int:
     return _SCORE_AND_ID * min(max(row.top_k for row in rows), width) * len(rows)
 
 
-def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, axis: str, size: int) -> Iterator[Entry]:
+def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
     """The logit of each chosen token; then best logit (fp32), sum (fp64), rank (int64), and the alternatives."""
     if num_top:
         alternatives = min(max(num_top), vocab_size, width)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from placement.cost.collectives import Entry, all_gather, all_reduce, recv, reduce_scatter, send
+from placement.cost.collectives import TrafficEntry, all_gather, all_reduce, recv, reduce_scatter, send
 from placement.cost.context_traffic import context
 from placement.cost.expert_traffic import Routed, Travels, from_experts, to_experts
 from placement.cost.sampling_traffic import sampling
@@ -114,7 +114,7 @@ def rank_step_of(
 
 def rank_traffic(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
-) -> list[Entry]:
+) -> list[TrafficEntry]:
     """Every collective of one rank in one step, in the order of the forward pass.
 
     `routed` of each layer whose tokens were dispatched to experts makes these exact too; else they are what is expected.
@@ -123,10 +123,10 @@ def rank_traffic(
     return [entry for region in REGIONS for entry in _heard(region, rank_step)]
 
 
-def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Entry, tuple[int, ...]]]:
+def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[TrafficEntry, tuple[int, ...]]]:
     """Every distinct entry of a replica, with the world ranks that make it; in the order of the forward pass."""
     rank_steps = [rank_step_of(spec, layout, rank, step) for rank in range(layout.world)]
-    makers: dict[Entry, list[int]] = {}
+    makers: dict[TrafficEntry, list[int]] = {}
     for region in REGIONS:
         for rank, rank_step in enumerate(rank_steps):
             for entry in _heard(region, rank_step):
@@ -134,7 +134,7 @@ def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Entr
     return [(entry, tuple(ranks)) for entry, ranks in makers.items()]
 
 
-def counters(entries: Sequence[Entry], axis: str) -> tuple[Counter[str], Counter[str]]:
+def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], Counter[str]]:
     """What the group of `axis` will have counted: (calls, wire bytes sent), each by operation name."""
     calls: Counter[str] = Counter()
     sent_bytes: Counter[str] = Counter()
@@ -145,7 +145,7 @@ def counters(entries: Sequence[Entry], axis: str) -> tuple[Counter[str], Counter
     return calls, sent_bytes
 
 
-def arriving(rank_step: RankStep) -> Iterator[Entry]:
+def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Each rank's own tokens come from the stage before (the sender pays for the bytes), and are joined."""
     if not rank_step.own.first_stage:
         if rank_step.own_bytes:
@@ -154,18 +154,18 @@ def arriving(rank_step: RankStep) -> Iterator[Entry]:
             yield all_gather("stage boundary", "tp", rank_step.layout.tp, rank_step.own_bytes)
 
 
-def embedding(rank_step: RankStep) -> Iterator[Entry]:
+def embedding(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Each rank looks up the ids it has rows for; the sum is the embedding."""
     if rank_step.own.first_stage:
         yield _sum(rank_step, "embedding")
 
 
-def attention_input(rank_step: RankStep) -> Iterator[Entry]:
+def attention_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The projections to queries, keys and values want all tokens."""
     yield from _gathered(rank_step, "attention input", len(rank_step.own.layers))
 
 
-def width_norms(rank_step: RankStep) -> Iterator[Entry]:
+def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Norms over all heads at once: two sums of squares a token (fp32) in each layer."""
     if rank_step.spec.qk_norm == "width":
         calls = len(rank_step.own.layers)
@@ -174,43 +174,43 @@ def width_norms(rank_step: RankStep) -> Iterator[Entry]:
         )
 
 
-def attention_context(rank_step: RankStep) -> Iterator[Entry]:
+def attention_context(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
     yield from context(rank_step.spec, rank_step.layout, rank_step.coords, rank_step.own, rank_step.step)
 
 
-def attention_output(rank_step: RankStep) -> Iterator[Entry]:
+def attention_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The output projection is row parallel: its partial sums are added, once a layer."""
     yield _sum(rank_step, "attention output", len(rank_step.own.layers))
 
 
-def mlp_input(rank_step: RankStep) -> Iterator[Entry]:
+def mlp_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
     yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.travels.num_cp_split)
     if rank_step.travels.num_layers:
         yield from to_experts(rank_step.travels)
 
 
-def mlp_output(rank_step: RankStep) -> Iterator[Entry]:
+def mlp_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The down projection is row parallel."""
     if rank_step.travels.num_layers:
         yield from from_experts(rank_step.travels, rank_step.is_scattered)
     yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 
-def head_input(rank_step: RankStep) -> Iterator[Entry]:
+def head_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The head wants rows of any token."""
     if rank_step.own.last_stage:
         yield from _gathered(rank_step, "head input", 1)
 
 
-def leaving(rank_step: RankStep) -> Iterator[Entry]:
+def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Each rank's own tokens go to the next stage: once, whatever the number of layers. A rank without any sends nothing."""
     if not rank_step.own.last_stage and rank_step.own_bytes:
         yield send("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
 
 
-def choosing(rank_step: RankStep) -> Iterator[Entry]:
+def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
     split over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
     if not rank_step.own.last_stage or rank_step.coords.cp > 0:
@@ -231,7 +231,7 @@ def choosing(rank_step: RankStep) -> Iterator[Entry]:
     yield from sampling(rows, rank_step.spec.vocab_size, max(widths), axis, size)
 
 
-def telling(rank_step: RankStep) -> Iterator[Entry]:
+def telling(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The last stage tells each other stage the step's tokens, 8 bytes each, so that their next step need not wait for the
     engine. They are taken when a later step needs them, and counted here."""
     rows, stages = sum(row.choosing is not None for row in rank_step.step.rows), rank_step.layout.pp
@@ -245,8 +245,8 @@ def telling(rank_step: RankStep) -> Iterator[Entry]:
         yield recv("token feedback", "pp", stages, 8 * rows)
 
 
-Region = Callable[[RankStep], Iterator[Entry]]
-REGIONS: tuple[Region, ...] = (
+RegionTraffic = Callable[[RankStep], Iterator[TrafficEntry]]
+REGIONS: tuple[RegionTraffic, ...] = (
     arriving,
     embedding,
     attention_input,
@@ -263,7 +263,7 @@ REGIONS: tuple[Region, ...] = (
 """In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
 
 
-def _sum(rank_step: RankStep, where: str, calls: int = 1) -> Entry:
+def _sum(rank_step: RankStep, where: str, calls: int = 1) -> TrafficEntry:
     """Partial sums over the tp group, added; each rank keeps all tokens of the sum or its own."""
     whole = rank_step.hidden_bytes(rank_step.num_tokens)
     if rank_step.is_scattered:
@@ -271,13 +271,13 @@ def _sum(rank_step: RankStep, where: str, calls: int = 1) -> Entry:
     return all_reduce(where, "tp", rank_step.layout.tp, whole, calls)
 
 
-def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[Entry]:
+def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[TrafficEntry]:
     """All tokens where the rank holds its own only."""
     if rank_step.is_scattered:
         yield all_gather(where, "tp", rank_step.layout.tp, rank_step.own_bytes, calls)
 
 
-def _heard(region: Region, rank_step: RankStep) -> list[Entry]:
+def _heard(region: RegionTraffic, rank_step: RankStep) -> list[TrafficEntry]:
     """The entries of a region that anybody else hears of. A lane without rows only runs its experts, and its part of
     the head, for the others."""
     said = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]

@@ -29,7 +29,7 @@ from placement.layout.layout import Layout
 from placement.layout.partition import counts, ranges
 from placement.model.moe_spec import MoESpec
 
-Load = Sequence[Sequence[float]]
+ExpertLoads = Sequence[Sequence[float]]
 """Tokens (or any other measure of work) of each expert, [layers][experts]."""
 
 
@@ -113,7 +113,7 @@ def map_of(moe: MoESpec, layout: Layout) -> ExpertMap:
     return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
-def place(load: Load, ranks: int, redundant: int = 0, nodes: int = 1, groups: int = 1) -> ExpertMap:
+def place(load: ExpertLoads, ranks: int, redundant: int = 0, nodes: int = 1, groups: int = 1) -> ExpertMap:
     """The map that spreads a load most evenly over the ranks (`placement.experts.packing`), each layer for itself.
 
     `groups` are those of group-limited routing: equal runs of experts, of which a token sees a few. Where they divide over
@@ -162,12 +162,12 @@ def rank_loads_of(placed: ExpertMap, layer: int, load: Sequence[float]) -> list[
     return sums
 
 
-def balancedness(placed: ExpertMap, load: Load) -> list[float]:
+def balancedness(placed: ExpertMap, load: ExpertLoads) -> list[float]:
     """``mean / max`` of the ranks' loads in each layer: the part of the ranks' time that is used. 1 where there is no load."""
     return [_evenness(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)]
 
 
-def bound(load: Load, slots: Sequence[int]) -> list[float]:
+def bound(load: ExpertLoads, slots: Sequence[int]) -> list[float]:
     """What `balancedness` can be at most, layer by layer, with these slots, whatever the map (see `least_load`)."""
     found = []
     for row in load:

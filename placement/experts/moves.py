@@ -20,7 +20,7 @@ from placement.experts.expert_map import ExpertMap
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ExpertTransfer:
     """One expert of one layer goes from a slot of the old map to a slot of the new one.
 
     On one rank (`is_local`) it is a copy in memory. Slots that some transfer writes may be read by another: a layer's
@@ -40,7 +40,7 @@ class Transfer:
         return self.source_rank == self.target_rank
 
 
-def moves(old: ExpertMap, new: ExpertMap) -> list[Transfer]:
+def moves(old: ExpertMap, new: ExpertMap) -> list[ExpertTransfer]:
     """The transfers from one map to another, layer by layer: one for every slot whose expert changes.
 
     A rank that holds the expert already copies it. Of other holders the one that has sent least so far in this move sends, the
@@ -57,7 +57,7 @@ def moves(old: ExpertMap, new: ExpertMap) -> list[Transfer]:
             holders = {old.rank_of(at): at for at in reversed(old.holders[layer][after[slot]])}
             source = target if target in holders else min(holders, key=lambda rank: (sent[rank], rank))
             sent[source] += source != target
-            found.append(Transfer(layer, after[slot], source, holders[source], target, slot))
+            found.append(ExpertTransfer(layer, after[slot], source, holders[source], target, slot))
     return found
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from placement.experts.bound import least_load
 
 Loads = NDArray[np.float64]
-Whole = NDArray[np.int64]
+SlotCounts = NDArray[np.int64]
 Holds = NDArray[np.bool_]
 """[ranks, experts]: who holds what."""
 
@@ -68,7 +68,7 @@ def pack(load: Loads, slots: Sequence[int]) -> Packing:
     return best
 
 
-def replicate(load: Loads, physical: int, ranks: int) -> Whole:
+def replicate(load: Loads, physical: int, ranks: int) -> SlotCounts:
     """Number of copies of each expert, [experts], `physical` in all: at least one, at most one a rank.
 
     Each further copy goes to the expert whose copies carry most, among equals to the one with fewest; no other numbers make
@@ -87,7 +87,7 @@ def rank_loads(load: Loads, holds: Holds) -> Loads:
     return np.asarray(holds @ (load / holds.sum(axis=0)), dtype=np.float64)
 
 
-def _heaviest_first(share: Loads, copies: Whole, slots: Sequence[int]) -> Holds:
+def _heaviest_first(share: Loads, copies: SlotCounts, slots: Sequence[int]) -> Holds:
     """Each expert's copies on the lightest ranks that have room, the heaviest copies first."""
     room = np.array(slots)
     loads = np.zeros(len(slots))
@@ -118,7 +118,7 @@ def _greedy_load(load: Loads, slots: Sequence[int]) -> float:
     return max(loads)
 
 
-def _make_room(holds: Holds, room: Whole, expert: int) -> None:
+def _make_room(holds: Holds, room: SlotCounts, expert: int) -> None:
     """One more copy of an expert that all ranks with room hold already: a full rank takes it, and passes another one on.
 
     The full rank holds at least as many experts as the one with room, and not this one: so it has one that the other lacks.
@@ -200,7 +200,7 @@ def _swapped(holds: Holds, one: tuple[int, int], other: tuple[int, int]) -> Hold
     return found
 
 
-def _best_new_copy(load: Loads, copies: Whole, holds: Holds, loads: Loads) -> Holds | None:
+def _best_new_copy(load: Loads, copies: SlotCounts, holds: Holds, loads: Loads) -> Holds | None:
     """The slot of an expert with several copies that does most good when another expert has it.
 
     Either the other is one of the most loaded rank's, which then carries less of it, or the slot is on that rank.

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from placement.experts.expert_map import ExpertMap, Load, balancedness, place, rank_loads_of
-from placement.experts.moves import Transfer, moves, settled
+from placement.experts.expert_map import ExpertLoads, ExpertMap, balancedness, place, rank_loads_of
+from placement.experts.moves import ExpertTransfer, moves, settled
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Decision:
     """What a look came to: the map to use from now on, the transfers to it (none: the map stays), and the numbers."""
 
     experts: ExpertMap
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ExpertTransfer, ...]
     gain: Gain
 
 
@@ -94,7 +94,7 @@ class Rebalancer:
             return replace(seen, due=f"{self.interval} steps since the last look")
         return seen
 
-    def decide(self, old: ExpertMap, load: Load, costs: Costs, nodes: int = 1, groups: int = 1) -> Decision:
+    def decide(self, old: ExpertMap, load: ExpertLoads, costs: Costs, nodes: int = 1, groups: int = 1) -> Decision:
         """The best map for a load, if it is worth moving to; else the old one."""
         redundant = sum(old.slots) - old.num_experts
         new = _better_layers(old, settled(old, place(load, old.num_ranks, redundant, nodes, groups), nodes), load)
@@ -104,7 +104,7 @@ class Rebalancer:
         return Decision(new, tuple(transfers), gain) if worth else Decision(old, (), gain)
 
 
-def _better_layers(old: ExpertMap, new: ExpertMap, load: Load) -> ExpertMap:
+def _better_layers(old: ExpertMap, new: ExpertMap, load: ExpertLoads) -> ExpertMap:
     """The new map where it leaves the most loaded rank of a layer with less, the old one elsewhere."""
     rows = []
     for layer, row in enumerate(load):
@@ -113,7 +113,7 @@ def _better_layers(old: ExpertMap, new: ExpertMap, load: Load) -> ExpertMap:
     return replace(new, experts=tuple(rows))
 
 
-def predicted(old: ExpertMap, new: ExpertMap, transfers: Sequence[Transfer], load: Load, costs: Costs) -> Gain:
+def predicted(old: ExpertMap, new: ExpertMap, transfers: Sequence[ExpertTransfer], load: ExpertLoads, costs: Costs) -> Gain:
     """What a move brings if the load stays as it is: a layer's experts take as long as its most loaded rank has work."""
     before, after = (sum(max(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)) for placed in (old, new))
     sent, received = [0] * old.num_ranks, [0] * old.num_ranks

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from placement.cost.collectives import Entry
+from placement.cost.collectives import TrafficEntry
 from placement.cost.memory import parameter_bytes
 from placement.cost.units import size_text
 from placement.explain.explanation import Explanation, RankView, layer_parameters, shown_layer
@@ -149,7 +149,7 @@ def _table(rows: Sequence[Sequence[Sequence[str]]], labels: Sequence[str], margi
     yield f"{blank} └{'┴'.join(bars)}┘"
 
 
-def _collectives(sent: Sequence[Entry], region: str | None) -> Iterator[str]:
+def _collectives(sent: Sequence[TrafficEntry], region: str | None) -> Iterator[str]:
     for entry in sent:
         if region is not None and entry.where.startswith(region):
             yield (

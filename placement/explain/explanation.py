@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from placement.cost.balance import MEASURE, Balance, balance, bubble
-from placement.cost.collectives import Entry
+from placement.cost.collectives import TrafficEntry
 from placement.cost.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
 from placement.cost.step_shape import StepShape
 from placement.cost.traffic import rank_step_of, traffic
@@ -54,7 +54,7 @@ class Explanation:
     step: StepShape
     ranks: tuple[RankView, ...]
     groups: dict[str, list[list[int]]]
-    traffic: list[tuple[Entry, tuple[int, ...]]]
+    traffic: list[tuple[TrafficEntry, tuple[int, ...]]]
     balance: Balance
 
 
@@ -169,7 +169,7 @@ def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]
     }
 
 
-def _traffic_json(entry: Entry, ranks: Sequence[int]) -> dict[str, Any]:
+def _traffic_json(entry: TrafficEntry, ranks: Sequence[int]) -> dict[str, Any]:
     """`payload_bytes` and `wire_bytes_per_rank` are of one call; the total is of all `calls` of one of the `ranks`."""
     total = entry.calls * entry.wire_bytes_per_rank
     return {**asdict(entry), "total_wire_bytes_per_rank": total, "ranks": list(ranks)}

@@ -6,5 +6,5 @@ from typing import Annotated
 
 from pydantic import Field
 
-Count = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from placement.model.bounds import Count, Positive
+from placement.model.bounds import Positive, PositiveInt
 
 
 class MLASpec(BaseModel):
@@ -31,12 +31,12 @@ class MLASpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    q_lora_rank: Count | None = None
+    q_lora_rank: PositiveInt | None = None
     """None: queries are made from the hidden states at once."""
-    kv_lora_rank: Count
-    nope_dim: Count
-    rope_dim: Count
-    value_dim: Count
+    kv_lora_rank: PositiveInt
+    nope_dim: PositiveInt
+    rope_dim: PositiveInt
+    value_dim: PositiveInt
     norm_eps: Positive = 1e-6
     """Of the norms of the two latents, whatever that of the layers' is."""
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from placement.model.bounds import Count, Positive
+from placement.model.bounds import Positive, PositiveInt
 
-Form = Literal["each", "mixtral", "fused", "gpt_oss", "stacked"]
+ExpertTensorFormat = Literal["each", "mixtral", "fused", "gpt_oss", "stacked"]
 """How a checkpoint holds the experts of a layer: see `placement.ownership.expert_slices`."""
 
 
@@ -25,10 +25,10 @@ class MoESpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_experts: Count
-    top_k: Count
+    num_experts: PositiveInt
+    top_k: PositiveInt
     """Experts of a token, shared ones not counted."""
-    expert_size: Count
+    expert_size: PositiveInt
     """Columns of one expert."""
     layers: tuple[int, ...]
     """Layers that have experts; the others are dense."""
@@ -37,9 +37,9 @@ class MoESpec(BaseModel):
     """The weights of a token are made to add up to 1."""
     choice_bias: bool = False
     """A bias is added to the scores for the choice; the weights do not see it (DeepSeek-V3)."""
-    groups: Count = 1
+    groups: PositiveInt = 1
     """Experts are in this many groups, of which a token can choose from the `top_groups` best."""
-    top_groups: Count = 1
+    top_groups: PositiveInt = 1
     group_score: Literal["best", "best_two"] = "best"
     """What a group is worth: its best score, or its two best together."""
     routed_scaling: Positive = 1.0
@@ -53,7 +53,7 @@ class MoESpec(BaseModel):
     swiglu_limit: Positive | None = None
     """An expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))`` with gate and up held to this (gpt-oss)."""
     swiglu_alpha: Positive = 1.702
-    form: Form = "each"
+    form: ExpertTensorFormat = "each"
 
     @model_validator(mode="after")
     def _numbers_agree(self) -> Self:

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from placement.model.attention_kind import AttentionKind, latent_kind, plain_kind
-from placement.model.bounds import Count, Positive
+from placement.model.bounds import Positive, PositiveInt
 from placement.model.mla_spec import MLASpec
 from placement.model.moe_spec import MoESpec
 
@@ -35,7 +35,7 @@ class RopeSpec(BaseModel):
     kind: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = "default"
     theta: Positive = 10000.0
     factor: Positive = 1.0
-    original_max_position: Count | None = None
+    original_max_position: PositiveInt | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -48,7 +48,7 @@ class RopeSpec(BaseModel):
     """``longrope``: what each frequency is divided by in sequences of at most `original_max_position` tokens."""
     long_factor: tuple[Positive, ...] = ()
     """``longrope``: the same in longer sequences."""
-    rotary_dims: Count | None = None
+    rotary_dims: PositiveInt | None = None
     """Dimensions of each head that are turned, from the first on; None: all."""
     interleaved: bool = False
     """Neighbouring dimensions are turned together, not those half a head apart."""
@@ -91,22 +91,22 @@ class ModelSpec(BaseModel):
 
     family: str
     """``model_type`` of config.json or ``general.architecture`` of a GGUF file."""
-    hidden_size: Count
-    num_layers: Count
-    num_heads: Count
-    num_kv_heads: Count
-    window_kv_heads: Count | None = None
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    window_kv_heads: PositiveInt | None = None
     """KV heads of the layers with a window, where they have another number than the others."""
-    head_dim: Count
+    head_dim: PositiveInt
     """Dimensions of a query and of a key."""
-    value_dim: Count | None = None
+    value_dim: PositiveInt | None = None
     """Dimensions of a value, where they are fewer."""
     value_scale: Positive = 1.0
     """Values are multiplied by this."""
-    intermediate_size: Count
+    intermediate_size: PositiveInt
     """Columns of the MLP of a dense layer."""
-    vocab_size: Count
-    max_position: Count
+    vocab_size: PositiveInt
+    max_position: PositiveInt
     norm_eps: Positive
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """What the gate of the MLP goes through."""
@@ -141,7 +141,7 @@ class ModelSpec(BaseModel):
     fused_gate_up: bool = False
     """The checkpoint holds the MLP's gate and up in one matrix."""
     tie_embeddings: bool = False
-    windows: tuple[Count | None, ...]
+    windows: tuple[PositiveInt | None, ...]
     """Sliding window of each layer in tokens (a query sees itself and ``window - 1`` tokens before it); None: full."""
     rope: RopeSpec = RopeSpec()
     mla: MLASpec | None = None

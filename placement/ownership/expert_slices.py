@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from placement.model.moe_spec import Form, MoESpec
+from placement.model.moe_spec import ExpertTensorFormat, MoESpec
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter, WeightSlice, inputs, rows, whole
@@ -33,7 +33,7 @@ class _Names:
     down: str = "down_proj"
 
 
-_NAMES: dict[Form, _Names] = {
+_NAMES: dict[ExpertTensorFormat, _Names] = {
     "each": _Names(),
     "mixtral": _Names("block_sparse_moe", gate="w1", up="w3", down="w2"),
     "fused": _Names(),
@@ -169,7 +169,7 @@ def _in_stacks(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_
     return gate_up, down
 
 
-_CUTS: dict[Form, Callable[[MoESpec, range, int, str], tuple[_Cut, _Cut]]] = {
+_CUTS: dict[ExpertTensorFormat, Callable[[MoESpec, range, int, str], tuple[_Cut, _Cut]]] = {
     "each": _each,
     "mixtral": _each,
     "fused": _fused,

@@ -30,7 +30,7 @@ from placement.layout.mesh import coords_of
 from placement.model.attention_kind import AttentionKind
 from placement.model.spec import DTYPE_BYTES, DType, ModelError, ModelSpec
 from placement.ownership.context import BLOCK_TOKENS, ContextRank, Ownership
-from placement.ownership.handoff_positions import Positions, shared
+from placement.ownership.handoff_positions import PeriodicPositions, shared
 from placement.ownership.shards import shard
 
 
@@ -67,7 +67,7 @@ class Copy:
     destination: int
     layers: range
     kv_heads: range
-    positions: Positions
+    positions: PeriodicPositions
 
     def within(self, layers: range, positions: range) -> Copy | None:
         """The part of it in a range of layers and a chunk of positions; None: nothing."""
@@ -86,7 +86,7 @@ class _Need:
     world_rank: int
     layers: range
     kv_heads: range
-    positions: Positions
+    positions: PeriodicPositions
 
     @property
     def weight(self) -> int:

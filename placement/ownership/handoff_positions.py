@@ -24,7 +24,7 @@ from placement.ownership.context import Ownership
 
 
 @dataclass(frozen=True)
-class Positions:
+class PeriodicPositions:
     """The positions in `window` that fall into `runs`, which lie in ``range(period)`` and repeat with it."""
 
     window: range
@@ -34,12 +34,12 @@ class Positions:
     def __len__(self) -> int:
         return self._below(self.window.stop) - self._below(self.window.start)
 
-    def within(self, window: range) -> Positions:
+    def within(self, window: range) -> PeriodicPositions:
         """Those of them that are also in `window`."""
         start = max(self.window.start, window.start)
         return replace(self, window=range(start, max(start, min(self.window.stop, window.stop))))
 
-    def anywhere(self, window: range) -> Positions:
+    def anywhere(self, window: range) -> PeriodicPositions:
         """The same runs in any other window."""
         return replace(self, window=window)
 
@@ -89,6 +89,6 @@ def shared_runs(one: Ownership, other: Ownership) -> tuple[int, tuple[range, ...
     return period, tuple(range(int(both[start]), int(both[stop - 1]) + 1) for start, stop in pairwise(edges))
 
 
-def shared(one: Ownership, other: Ownership, window: range) -> Positions:
+def shared(one: Ownership, other: Ownership, window: range) -> PeriodicPositions:
     """The positions in `window` that both owners keep."""
-    return Positions(window, *shared_runs(one, other))
+    return PeriodicPositions(window, *shared_runs(one, other))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.render.kuberay import Cloud, kustomization, manifests
 from cluster.render.ray_up import cloud_cluster, local_cluster
-from cluster.render.serve_file import Deployment, Pool, serve_file
+from cluster.render.serve_file import Deployment, ReplicaPool, serve_file
 from placement.checkpoint import header
 from placement.cost.memory import rank_memories
 from placement.layout.layout import Layout, LayoutError
@@ -111,7 +111,7 @@ def deployment_of(args: RenderArgs) -> Deployment:
         name=args.name,
         model=args.model_path or args.model,
         pools=tuple(
-            Pool(name=name, argument=arguments[name], layout=layout, fleet=fleet(layout, machines[name]))
+            ReplicaPool(name=name, argument=arguments[name], layout=layout, fleet=fleet(layout, machines[name]))
             for name, layout in layouts.items()
         ),
         import_path=IMPORT_PATH,

@@ -20,7 +20,7 @@ _MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class Fields:
+class HeaderFields:
     """The named values of one header. A value of None counts as absent, as it does in config.json."""
 
     file: Path
@@ -65,10 +65,10 @@ class Fields:
         found: list[float] = self._get(name, NOT_GIVEN, "a list of numbers", _is_numbers)
         return [float(number) for number in found]
 
-    def group(self, name: str) -> Fields | None:
+    def group(self, name: str) -> HeaderFields | None:
         """A nested group of values, or None."""
         found = self._get(name, None, "an object", lambda value: isinstance(value, dict))
-        return None if found is None else Fields(self.file, found)
+        return None if found is None else HeaderFields(self.file, found)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty if absent."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from placement.checkpoint.directory.header_fields import Fields, made
+from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.gguf.families import ARCHITECTURES, Architecture
 from placement.checkpoint.gguf.gguf_file import GGUFHeader, TensorInfo, is_gguf, read_header
 from placement.checkpoint.gguf.rope import read_ropes
@@ -33,14 +33,14 @@ _PLAIN: dict[GGMLQuantizationType, DType] = {
 def read(path: Path) -> ModelSpec:
     """The model in a GGUF file. Raises `ModelError`, which names the file and the field at fault."""
     header = read_header(path)
-    fields = Fields(path, header.fields)
+    fields = HeaderFields(path, header.fields)
     family = fields.text("general.architecture")
     if family not in ARCHITECTURES:
         raise fields.fault("general.architecture", f"the architectures known here are {', '.join(ARCHITECTURES)}")
     return _spec(path, header, fields, family)
 
 
-def _spec(path: Path, header: GGUFHeader, fields: Fields, family: str) -> ModelSpec:
+def _spec(path: Path, header: GGUFHeader, fields: HeaderFields, family: str) -> ModelSpec:
     names = _names(family)
     num_heads, hidden_size = fields.whole(names["num_heads"]), fields.whole(names["hidden_size"])
     num_layers = fields.num_layers(names["num_layers"])
@@ -87,7 +87,7 @@ def _spec(path: Path, header: GGUFHeader, fields: Fields, family: str) -> ModelS
     )
 
 
-def _windows(fields: Fields, family: str, known: Architecture, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: HeaderFields, family: str, known: Architecture, num_layers: int) -> tuple[int | None, ...]:
     """A file says the window and at times the pattern: the interval of layers that have none, or a flag for each layer."""
     window = fields.whole(f"{family}.attention.sliding_window", known.window) or None
     name = f"{family}.attention.sliding_window_pattern"
@@ -106,7 +106,7 @@ def _every(interval: int | None, num_layers: int) -> tuple[int, ...]:
 
 
 def _gemma(
-    fields: Fields, family: str, known: Architecture, num_layers: int, num_heads: int, hidden_size: int, head_dim: int
+    fields: HeaderFields, family: str, known: Architecture, num_layers: int, num_heads: int, hidden_size: int, head_dim: int
 ) -> dict[str, Any]:
     attention, logits = known.caps
     per_score = hidden_size / num_heads if num_layers == known.wide_scale_layers else head_dim
@@ -134,7 +134,7 @@ def _names(family: str) -> dict[str, str]:
     }
 
 
-def _moe(path: Path, fields: Fields, family: str, num_layers: int) -> MoESpec | None:
+def _moe(path: Path, fields: HeaderFields, family: str, num_layers: int) -> MoESpec | None:
     """Every layer has experts where the file counts any; each holds its own in three stacks."""
     names = {"num_experts": "expert_count", "top_k": "expert_used_count", "expert_size": "expert_feed_forward_length"}
     names = {field: f"{family}.{name}" for field, name in names.items()}
@@ -155,7 +155,7 @@ def _moe(path: Path, fields: Fields, family: str, num_layers: int) -> MoESpec | 
     )
 
 
-def _vocab_size(header: GGUFHeader, fields: Fields, family: str) -> int:
+def _vocab_size(header: GGUFHeader, fields: HeaderFields, family: str) -> int:
     """Rows of the embedding: the fields that name the size are optional and may count tokens only."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -178,7 +178,7 @@ def _is_matrix(tensor: TensorInfo) -> bool:
     return len(tensor.shape) > 1
 
 
-def _eos(fields: Fields) -> tuple[int, ...]:
+def _eos(fields: HeaderFields) -> tuple[int, ...]:
     """End of sequence, and end of turn where a chat model has one of its own."""
     ids: list[Any] = [fields.whole(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(token for token in ids if token is not None))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from placement.checkpoint.directory.header_fields import Fields, made
+from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.gguf.families import ARCHITECTURES
 from placement.checkpoint.gguf.gguf_file import GGUFHeader
 from placement.model.spec import ModelError, RopeSpec
@@ -23,7 +23,9 @@ from placement.model.spec import ModelError, RopeSpec
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 
 
-def read_ropes(path: Path, header: GGUFHeader, fields: Fields, family: str, head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
+def read_ropes(
+    path: Path, header: GGUFHeader, fields: HeaderFields, family: str, head_dim: int
+) -> tuple[RopeSpec, RopeSpec | None]:
     """Rope of the layers that see everything, and of those with a window where it is another.
 
     Raises `ModelError` on a scaling that is not known here.
@@ -44,7 +46,7 @@ def read_ropes(path: Path, header: GGUFHeader, fields: Fields, family: str, head
     return whole, made(RopeSpec, path, {"theta": f"{family}.rope.freq_base_swa"}, theta=local_theta, **common)
 
 
-def _scaling(path: Path, header: GGUFHeader, fields: Fields, family: str, turned: int) -> dict[str, Any]:
+def _scaling(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, turned: int) -> dict[str, Any]:
     if "rope_freqs.weight" in header.tensors:
         return _llama3(path, header, fields.number(f"{family}.rope.freq_base", 10000.0), turned)
     if "rope_factors_long.weight" in header.tensors:
@@ -55,11 +57,11 @@ def _scaling(path: Path, header: GGUFHeader, fields: Fields, family: str, turned
     return _KINDS[kind](fields, family)
 
 
-def _linear(fields: Fields, family: str) -> dict[str, Any]:
+def _linear(fields: HeaderFields, family: str) -> dict[str, Any]:
     return {"kind": "linear", "factor": fields.number(f"{family}.rope.scaling.factor")}
 
 
-def _yarn(fields: Fields, family: str) -> dict[str, Any]:
+def _yarn(fields: HeaderFields, family: str) -> dict[str, Any]:
     scaling = f"{family}.rope.scaling"
     for name in (f"{scaling}.attn_factor", f"{scaling}.yarn_attn_factor"):
         if fields.number(name, 1.0) != 1.0:
@@ -74,14 +76,14 @@ def _yarn(fields: Fields, family: str) -> dict[str, Any]:
     return {"kind": "yarn", "factor": fields.number(f"{scaling}.factor"), **given}
 
 
-_KINDS: dict[str, Callable[[Fields, str], dict[str, Any]]] = {
+_KINDS: dict[str, Callable[[HeaderFields, str], dict[str, Any]]] = {
     "none": lambda fields, family: {},
     "linear": _linear,
     "yarn": _yarn,
 }
 
 
-def _longrope(path: Path, header: GGUFHeader, fields: Fields, family: str, turned: int) -> dict[str, Any]:
+def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, turned: int) -> dict[str, Any]:
     scaling, context = f"{family}.rope.scaling", fields.whole(f"{family}.context_length")
     original = fields.whole(f"{scaling}.original_context_length", context)
     factors = {

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from placement.checkpoint.directory.header_fields import Fields, made
+from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.hf.families import ACTIVATIONS, FAMILIES, Family
 from placement.checkpoint.hf.heads import read_heads
 from placement.checkpoint.hf.mla import read_mla, scores_scale
@@ -47,7 +47,7 @@ def read(folder: Path) -> ModelSpec:
     return _spec(config, family, folder, top)
 
 
-def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpec:
+def _spec(config: HeaderFields, family: Family, folder: Path, top: HeaderFields) -> ModelSpec:
     num_heads = config.whole("num_attention_heads")
     num_layers = config.num_layers("num_hidden_layers")
     mla = read_mla(config, family, num_heads)
@@ -95,7 +95,7 @@ def _spec(config: Fields, family: Family, folder: Path, top: Fields) -> ModelSpe
     )
 
 
-def _gemma(config: Fields, family: Family) -> dict[str, Any]:
+def _gemma(config: HeaderFields, family: Family) -> dict[str, Any]:
     if config.flag("use_bidirectional_attention", False):
         raise config.fault("use_bidirectional_attention", "only models that look back are supported")
     names = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -114,14 +114,14 @@ def _gemma(config: Fields, family: Family) -> dict[str, Any]:
     }
 
 
-def _qk_norm(config: Fields, family: Family) -> str:
+def _qk_norm(config: HeaderFields, family: Family) -> str:
     """The family's, unless it leaves it to the file."""
     if family.qk_norm != "optional":
         return family.qk_norm
     return "head" if config.flag("use_qk_norm", False) else "none"
 
 
-def _activation(config: Fields, family: Family) -> str:
+def _activation(config: HeaderFields, family: Family) -> str:
     """Gemma calls the field ``hidden_activation``, and may have a ``hidden_act`` beside it that means nothing."""
     field = "hidden_activation" if family.gemma else "hidden_act"
     given = config.text(field, family.activation)
@@ -130,7 +130,7 @@ def _activation(config: Fields, family: Family) -> str:
     return ACTIVATIONS[given]
 
 
-def _load(file: Path) -> Fields:
+def _load(file: Path) -> HeaderFields:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -139,25 +139,25 @@ def _load(file: Path) -> Fields:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{file} must hold a JSON object, but holds a {type(values).__name__}")
-    return Fields(file, values)
+    return HeaderFields(file, values)
 
 
-def _decoder(top: Fields) -> Fields:
+def _decoder(top: HeaderFields) -> HeaderFields:
     """The part that describes the decoder: nested in multi-modal models, where the outer part may still say it is tied."""
     nested = top.group("text_config")
     if nested is None:
         return top
     outer = {name: top.values[name] for name in ("tie_word_embeddings",) if name in top.values}
-    return Fields(top.file, {**outer, **nested.values})
+    return HeaderFields(top.file, {**outer, **nested.values})
 
 
-def _num_kv_heads(config: Fields, family: Family, num_heads: int) -> int:
+def _num_kv_heads(config: HeaderFields, family: Family, num_heads: int) -> int:
     if "num_key_value_heads" in config.values:
         return int(config.whole("num_key_value_heads", num_heads))
     return family.num_kv_heads or num_heads
 
 
-def _head_dim(config: Fields, family: Family, num_heads: int) -> int:
+def _head_dim(config: HeaderFields, family: Family, num_heads: int) -> int:
     given = config.whole("head_dim", family.head_dim)
     if given is not None:
         return int(given)
@@ -168,7 +168,7 @@ def _head_dim(config: Fields, family: Family, num_heads: int) -> int:
     return int(config.whole("hidden_size")) // num_heads
 
 
-def _dtype(config: Fields, top: Fields) -> str:
+def _dtype(config: HeaderFields, top: HeaderFields) -> str:
     """``dtype`` (transformers 5) or ``torch_dtype``; float32, torch's default, if neither is given."""
     for fields in (config, top):
         for name in ("dtype", "torch_dtype"):
@@ -180,7 +180,7 @@ def _dtype(config: Fields, top: Fields) -> str:
     return "float32"
 
 
-def _eos(config: Fields, family: Family, folder: Path) -> tuple[int, ...]:
+def _eos(config: HeaderFields, family: Family, folder: Path) -> tuple[int, ...]:
     """End tokens of config.json, and those generation_config.json adds (chat models name more there)."""
     ids = config.token_ids("eos_token_id")
     if "eos_token_id" not in config.values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.checkpoint.directory.header_fields import Fields
+from placement.checkpoint.directory.header_fields import HeaderFields
 from placement.checkpoint.hf.families import Family
 
 _SAME = ("num_attention_heads", "head_dim", "v_head_dim")
@@ -17,7 +17,7 @@ _SINKS = {(False, False): "none", (False, True): "windows", (True, True): "all"}
 
 
 def read_heads(
-    config: Fields, family: Family, head_dim: int, num_kv_heads: int, windows: tuple[int | None, ...]
+    config: HeaderFields, family: Family, head_dim: int, num_kv_heads: int, windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
     """Fields of `ModelSpec`; none for a family whose heads are all alike."""
     if not family.hybrid:
@@ -36,7 +36,7 @@ def read_heads(
     }
 
 
-def _kv_heads(config: Fields, num_kv_heads: int, windows: tuple[int | None, ...]) -> dict[str, Any]:
+def _kv_heads(config: HeaderFields, num_kv_heads: int, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Of layers with and without a window; where all layers are of one sort, its own."""
     own = config.whole("swa_num_key_value_heads", 2 * num_kv_heads)
     if own == num_kv_heads or not any(windows):
@@ -44,7 +44,7 @@ def _kv_heads(config: Fields, num_kv_heads: int, windows: tuple[int | None, ...]
     return {"num_kv_heads": num_kv_heads, "window_kv_heads": own} if None in windows else {"num_kv_heads": own}
 
 
-def _sinks(config: Fields) -> str:
+def _sinks(config: HeaderFields) -> str:
     full, window = (config.flag(f"add_{layers}_attention_sink_bias", layers == "swa") for layers in ("full", "swa"))
     if (full, window) not in _SINKS:
         raise config.fault("add_swa_attention_sink_bias", "sinks in none but the layers that see everything are not supported")

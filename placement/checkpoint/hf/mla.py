@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from placement.checkpoint.directory.header_fields import Fields, made
+from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.hf.families import Family
 from placement.model.mla_spec import MLASpec
 from placement.model.spec import RopeSpec
@@ -12,7 +12,7 @@ from placement.model.spec import RopeSpec
 _NAMES = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
 
 
-def read_mla(config: Fields, family: Family, num_heads: int) -> MLASpec | None:
+def read_mla(config: HeaderFields, family: Family, num_heads: int) -> MLASpec | None:
     """The sizes of latent attention; None for a family that has none. A ``head_dim`` in the file means nothing then."""
     if not family.mla:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from placement.checkpoint.directory.header_fields import NOT_GIVEN, Fields, made
+from placement.checkpoint.directory.header_fields import NOT_GIVEN, HeaderFields, made
 from placement.checkpoint.hf.safetensors_file import read_directory
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelError
@@ -21,7 +21,7 @@ _NAMES = {
 """Fields of `MoESpec` whose name in config.json is another."""
 
 
-def read_moe(config: Fields, how: str | None, num_layers: int) -> MoESpec | None:
+def read_moe(config: HeaderFields, how: str | None, num_layers: int) -> MoESpec | None:
     """The layers with experts of a family that writes them in the way `how` (see `_READ`); None where no layer has any."""
     if how is None:
         return None
@@ -45,7 +45,7 @@ def is_fused(folder: Path) -> bool:
         return False
 
 
-def _mixtral(config: Fields, num_layers: int) -> dict[str, Any]:
+def _mixtral(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     return {
         "num_experts": config.whole("num_local_experts", 8),
         "top_k": config.whole("num_experts_per_tok", 2),
@@ -56,7 +56,7 @@ def _mixtral(config: Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _qwen(config: Fields, num_layers: int, experts: int, top_k: int, size: int) -> dict[str, Any]:
+def _qwen(config: HeaderFields, num_layers: int, experts: int, top_k: int, size: int) -> dict[str, Any]:
     """Every ``decoder_sparse_step``-th layer that is not among ``mlp_only_layers``."""
     step = config.whole("decoder_sparse_step", 1)
     if step < 1:
@@ -73,16 +73,16 @@ def _qwen(config: Fields, num_layers: int, experts: int, top_k: int, size: int) 
     }
 
 
-def _qwen2(config: Fields, num_layers: int) -> dict[str, Any]:
+def _qwen2(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     shared = config.whole("shared_expert_intermediate_size", 5632)
     return {**_qwen(config, num_layers, 60, 4, 1408), "shared_size": shared, "shared_gate": True}
 
 
-def _qwen3(config: Fields, num_layers: int) -> dict[str, Any]:
+def _qwen3(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     return _qwen(config, num_layers, 128, 8, 768)
 
 
-def _gpt_oss(config: Fields, num_layers: int) -> dict[str, Any]:
+def _gpt_oss(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     return {
         "num_experts": config.whole("num_local_experts", config.whole("num_experts", 128)),
         "top_k": config.whole("num_experts_per_tok", config.whole("experts_per_token", 4)),
@@ -97,7 +97,7 @@ def _gpt_oss(config: Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _deepseek(config: Fields, num_layers: int, **defaults: Any) -> dict[str, Any]:
+def _deepseek(config: HeaderFields, num_layers: int, **defaults: Any) -> dict[str, Any]:
     """Dense layers first, groups of experts, shared experts that are one of their joint size."""
     size = config.whole("moe_intermediate_size", defaults["size"])
     return {
@@ -112,7 +112,7 @@ def _deepseek(config: Fields, num_layers: int, **defaults: Any) -> dict[str, Any
     }
 
 
-def _deepseek_v2(config: Fields, num_layers: int) -> dict[str, Any]:
+def _deepseek_v2(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     """The best groups are looked for only where ``topk_method`` says so. ``norm_topk_prob`` has two published meanings."""
     defaults = {"size": 1407, "experts": 64, "top_k": NOT_GIVEN, "dense": 0, "groups": 1, "top_groups": 1}
     values = _deepseek(config, num_layers, **defaults, scaling=1.0, shared=2)
@@ -124,23 +124,23 @@ def _deepseek_v2(config: Fields, num_layers: int) -> dict[str, Any]:
     return values if method == "group_limited_greedy" else {**values, "groups": 1, "top_groups": 1}
 
 
-def _chosen_by_sigmoid(values: dict[str, Any], config: Fields) -> dict[str, Any]:
+def _chosen_by_sigmoid(values: dict[str, Any], config: HeaderFields) -> dict[str, Any]:
     """What DeepSeek-V3 changed, and others took from it."""
     own = {"scoring": "sigmoid", "choice_bias": True, "group_score": "best_two"}
     return {**values, **own, "normalise": config.flag("norm_topk_prob", True)}
 
 
-def _deepseek_v3(config: Fields, num_layers: int) -> dict[str, Any]:
+def _deepseek_v3(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     defaults = {"size": 2048, "experts": 256, "top_k": 8, "dense": 3, "groups": 8, "top_groups": 4}
     return _chosen_by_sigmoid(_deepseek(config, num_layers, **defaults, scaling=2.5, shared=1), config)
 
 
-def _glm4(config: Fields, num_layers: int) -> dict[str, Any]:
+def _glm4(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     defaults = {"size": 1408, "experts": 128, "top_k": 8, "dense": 1, "groups": 1, "top_groups": 1}
     return _chosen_by_sigmoid(_deepseek(config, num_layers, **defaults, scaling=1.0, shared=1), config)
 
 
-def _mimo(config: Fields, num_layers: int) -> dict[str, Any]:
+def _mimo(config: HeaderFields, num_layers: int) -> dict[str, Any]:
     """Layers as ``mlp_layer_types`` (dense, sparse) or ``moe_layer_freq`` (0, 1) say; else all but the first."""
     for name, sole in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.text(name, sole) != sole:
@@ -156,7 +156,7 @@ def _mimo(config: Fields, num_layers: int) -> dict[str, Any]:
     return _chosen_by_sigmoid({**values, "layers": tuple(at for at, kind in enumerate(kinds) if kind == "sparse")}, config)
 
 
-_READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
+_READ: dict[str, Callable[[HeaderFields, int], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from placement.checkpoint.directory.header_fields import NOT_GIVEN, Fields, made
+from placement.checkpoint.directory.header_fields import NOT_GIVEN, HeaderFields, made
 from placement.checkpoint.hf.families import Family
 from placement.model.spec import ModelError, RopeSpec
 
 _NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position_embeddings"}
 
 
-def read_ropes(config: Fields, family: Family, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
+def read_ropes(config: HeaderFields, family: Family, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
     """Rope of the layers that see everything, and of those with a window where it is another."""
-    nested = config.group("rope_parameters") or Fields(config.file, dict(family.rope))
+    nested = config.group("rope_parameters") or HeaderFields(config.file, dict(family.rope))
     whole, local = nested.group("full_attention"), nested.group("sliding_attention")
     scaling = config.group("rope_scaling")
     if scaling is None or not scaling.values:
-        scaling = Fields(config.file, {}) if whole or local else nested
+        scaling = HeaderFields(config.file, {}) if whole or local else nested
     if whole is not None:
-        scaling = Fields(config.file, {**whole.values, **scaling.values})
+        scaling = HeaderFields(config.file, {**whole.values, **scaling.values})
     rope = _rope(config, scaling, family, head_dim, max_position)
     if local is None and family.local_theta is None:
         return rope, None
     local_theta = config.number("rope_local_base_freq", config.number("swa_rope_theta", family.local_theta or family.theta))
-    local = Fields(config.file, {"rope_theta": local_theta, **(local.values if local else {})})
+    local = HeaderFields(config.file, {"rope_theta": local_theta, **(local.values if local else {})})
     return rope, _rope(config, local, family, head_dim, max_position)
 
 
-def _rope(config: Fields, rope: Fields, family: Family, head_dim: int, max_position: int) -> RopeSpec:
+def _rope(config: HeaderFields, rope: HeaderFields, family: Family, head_dim: int, max_position: int) -> RopeSpec:
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = "longrope" if kind in family.rope_aliases else kind
     if kind not in _SCALINGS:
@@ -53,7 +53,7 @@ def _rope(config: Fields, rope: Fields, family: Family, head_dim: int, max_posit
     )
 
 
-def _rotary_dims(config: Fields, rope: Fields, family: Family, head_dim: int) -> int | None:
+def _rotary_dims(config: HeaderFields, rope: HeaderFields, family: Family, head_dim: int) -> int | None:
     given = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", family.partial_rotary_factor))
     if given is None or given == 1:
         return None
@@ -63,22 +63,22 @@ def _rotary_dims(config: Fields, rope: Fields, family: Family, head_dim: int) ->
     return int(head_dim * given)
 
 
-def _linear(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+def _linear(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> dict[str, Any]:
     return {"factor": rope.number("factor")}
 
 
-def _dynamic(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+def _dynamic(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> dict[str, Any]:
     return {"factor": rope.number("factor"), "original_max_position": max_position}
 
 
-def _llama3(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+def _llama3(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> dict[str, Any]:
     return {
         "original_max_position": _original(config, rope, max_position, family),
         **{name: rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")},
     }
 
 
-def _yarn(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+def _yarn(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> dict[str, Any]:
     original = _original(config, rope, max_position, family)
     # A factor of null, unlike an absent one, stands for the ratio of the two context lengths.
     implied = max_position / original if "factor" in rope.values and original > 0 else NOT_GIVEN
@@ -91,7 +91,7 @@ def _yarn(config: Fields, rope: Fields, max_position: int, family: Family) -> di
     }
 
 
-def _longrope(config: Fields, rope: Fields, max_position: int, family: Family) -> dict[str, Any]:
+def _longrope(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> dict[str, Any]:
     original = _original(config, rope, max_position, family)
     return {
         "original_max_position": original,
@@ -101,14 +101,14 @@ def _longrope(config: Fields, rope: Fields, max_position: int, family: Family) -
     }
 
 
-def _original(config: Fields, rope: Fields, max_position: int, family: Family) -> int:
+def _original(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> int:
     """Context length of the training; where both the model and its rope name one, the model's counts."""
     inner = rope.whole("original_max_position_embeddings", family.original_max_position or max_position)
     return int(config.whole("original_max_position_embeddings", inner))
 
 
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-_SCALINGS: dict[str, Callable[[Fields, Fields, int, Family], dict[str, Any]]] = {
+_SCALINGS: dict[str, Callable[[HeaderFields, HeaderFields, int, Family], dict[str, Any]]] = {
     "default": lambda config, rope, max_position, family: {},
     "linear": _linear,
     "llama3": _llama3,

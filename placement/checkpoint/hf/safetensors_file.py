@@ -33,7 +33,7 @@ _BITS = {
 }
 _READABLE = ("BF16", "F16", "F32", "F64")
 
-Whole = Annotated[int, Field(ge=0, strict=True)]
+UnsignedInt = Annotated[int, Field(ge=0, strict=True)]
 
 
 class AbsentWeights(ModelError):
@@ -46,8 +46,8 @@ class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     dtype: str
-    shape: tuple[Whole, ...]
-    data_offsets: tuple[Whole, Whole]
+    shape: tuple[UnsignedInt, ...]
+    data_offsets: tuple[UnsignedInt, UnsignedInt]
 
 
 _HEADER = TypeAdapter(dict[str, _Stored])

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from placement.checkpoint.directory.header_fields import Fields
+from placement.checkpoint.directory.header_fields import HeaderFields
 from placement.checkpoint.hf.families import Family
 from placement.model.spec import ModelError
 
 Windows = tuple[int | None, ...]
 
 
-def read_windows(config: Fields, family: Family, num_layers: int) -> Windows:
+def read_windows(config: HeaderFields, family: Family, num_layers: int) -> Windows:
     """The window of each layer in tokens, None where it sees everything."""
     window = config.whole("sliding_window", None if "sliding_window" in config.values else family.window)
     return _RULES[family.windows](config, family, window, num_layers)
 
 
-def read_unrotated(config: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+def read_unrotated(config: HeaderFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Layers without rope. The field ``no_rope_layers`` means the reverse of its name: 1 is for a layer that has it."""
     if family.no_rope_interval is None:
         return ()
@@ -30,15 +30,15 @@ def read_unrotated(config: Fields, family: Family, num_layers: int) -> tuple[int
     return tuple(layer for layer in range(num_layers) if not flags[layer])
 
 
-def _none(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _none(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     return (None,) * num_layers
 
 
-def _all(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _all(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     return (window,) * num_layers
 
 
-def _qwen(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _qwen(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """Only if told to, on the layers from ``max_window_layers`` on."""
     if not config.flag("use_sliding_window", False):
         window = None
@@ -49,7 +49,7 @@ def _qwen(config: Fields, family: Family, window: int | None, num_layers: int) -
     return _of_kinds(config, kinds, window, num_layers)
 
 
-def _qwen2_moe(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _qwen2_moe(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """Only if told to: on every other layer, from the first on, of those before ``max_window_layers``."""
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
@@ -60,18 +60,18 @@ def _qwen2_moe(config: Fields, family: Family, window: int | None, num_layers: i
     return tuple(window if layer % 2 == 0 and layer < last else None for layer in range(num_layers))
 
 
-def _if_told(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _if_told(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """On all layers, if told to."""
     return (window if config.flag("use_sliding_window", False) else None,) * num_layers
 
 
-def _alternating(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _alternating(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """On every other layer, from the first on."""
     kinds = config.texts("layer_types") or [("sliding_attention", "full_attention")[at % 2] for at in range(num_layers)]
     return _of_kinds(config, kinds, window, num_layers)
 
 
-def _smollm3(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _smollm3(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """Only if told to, on the layers without rope."""
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
@@ -82,7 +82,7 @@ def _smollm3(config: Fields, family: Family, window: int | None, num_layers: int
     return _of_kinds(config, kinds, window, num_layers)
 
 
-def _pattern(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _pattern(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """On all layers but every n-th."""
     kinds = config.texts("layer_types")
     if kinds is not None and window is not None:
@@ -93,7 +93,7 @@ def _pattern(config: Fields, family: Family, window: int | None, num_layers: int
     return tuple(window if layer % every else None for layer in range(1, num_layers + 1))
 
 
-def _hybrid(config: Fields, family: Family, window: int | None, num_layers: int) -> Windows:
+def _hybrid(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
     """On all layers but the first and every sixth, unless told otherwise: ``hybrid_layer_pattern`` has a 1 for each.
 
     ``sliding_window_size`` counts the tokens before a query, ``sliding_window`` the query too; the first counts where both are
@@ -108,7 +108,7 @@ def _hybrid(config: Fields, family: Family, window: int | None, num_layers: int)
     return _of_kinds(config, kinds, window if size is None else size + 1, num_layers)
 
 
-def _of_kinds(config: Fields, kinds: list[str], window: int | None, num_layers: int) -> Windows:
+def _of_kinds(config: HeaderFields, kinds: list[str], window: int | None, num_layers: int) -> Windows:
     known = {"full_attention": None, "sliding_attention": window}
     unknown = sorted(set(kinds) - set(known))
     if unknown:
@@ -120,7 +120,7 @@ def _of_kinds(config: Fields, kinds: list[str], window: int | None, num_layers: 
     return tuple(known[kind] for kind in kinds)
 
 
-_RULES: dict[str, Callable[[Fields, Family, int | None, int], Windows]] = {
+_RULES: dict[str, Callable[[HeaderFields, Family, int | None, int], Windows]] = {
     "none": _none,
     "all": _all,
     "qwen": _qwen,

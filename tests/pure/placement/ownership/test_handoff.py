@@ -19,7 +19,7 @@ from placement.model.spec import ModelSpec
 from placement.ownership.context import Ownership
 from placement.ownership.handoff import Copy, Side, handoff, holdings, sequence_bytes
 from placement.ownership.handoff_pages import PageRange, PageTable, page_ranges
-from placement.ownership.handoff_positions import Positions, shared
+from placement.ownership.handoff_positions import PeriodicPositions, shared
 from tests.handoff_cases import heads_model, kept, latent_model, moved
 from tests.layout_draws import draw_layout
 
@@ -174,7 +174,7 @@ def test_shared_positions_are_those_both_keep(data: st.DataObject, ours: int, th
 def test_positions_as_text() -> None:
     assert str(shared(Ownership(2, 0, 16), Ownership(3, 1, 32), range(300))) == "32-47 of every 96"
     assert str(shared(Ownership(1, 0, 16), Ownership(1, 0, 32), range(300))) == "all"
-    assert list(Positions(range(5, 90), 32, (range(32),)).spans()) == [range(5, 90)]
+    assert list(PeriodicPositions(range(5, 90), 32, (range(32),)).spans()) == [range(5, 90)]
 
 
 # Pages
