@@ -42,7 +42,7 @@ class VocabShard:
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Each part of every rank, [ranks, *shape], in a single all-gather. Shapes and dtypes are equal on all ranks.
 
-        Everything travels as int32 words: floats keep their bits, and one call carries what several kinds of row need.
+        Everything is sent as int32 words: floats keep their bits, and one call carries what several kinds of row need.
         """
         words = torch.cat([part.contiguous().view(-1).view(torch.int32) for part in parts])
         everyone = self._tp.all_gather(words.unsqueeze(0))

@@ -38,7 +38,7 @@ _COMMON: dict[str, Any] = {
 }
 
 _OBJECT_STORE_BYTES = 256 * 2**20
-"""No tensor travels through the object store, so an embedded cluster needs little of it."""
+"""No tensor goes through the object store, so an embedded cluster needs little of it."""
 
 _ANSWER_S = 10.0
 """A head that does not accept a connection in this time is not there."""

@@ -1,6 +1,6 @@
 """What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
 
-`d` is head_dim, `e` bytes an element; an output that travels has its log-sum-exp (4 bytes) beside it. Latent attention sends
+`d` is head_dim, `e` bytes an element; an output that is exchanged has its log-sum-exp (4 bytes) beside it. Latent attention sends
 queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim. Layers
 of unlike heads (`placement.model.attention_kind`, which has all of these dimensions) are counted kind by kind::
 
@@ -8,11 +8,11 @@ of unlike heads (`placement.model.attention_kind`, which has all of these dimens
     cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
     cp  send / recv    ring: keys and values of split rows, cp - 1 times      tokens of one rank * 2 * kv heads * d * e
     cp  all_gather     allgather: the same, at once
-    cp  all_gather     queries of split rows whose queries travel             group's heads * tokens * d * e
+    cp  all_gather     queries of split rows under pass-Q                     group's heads * tokens * d * e
     cp  all_to_all     their partial outputs, back                            group's heads * all tokens * (d * e + 4)
     dcp all_to_all     partial outputs of the gathered queries, back          group's heads * tokens * (d * e + 4)
 
-Keys and values of a split row are its new tokens, and where keys travel (`placement.ownership.context.passes_kv`) the cached
+Keys and values of a split row are its new tokens, and where keys are exchanged (`placement.ownership.context.passes_kv`) the cached
 ones too.
 """
 
@@ -67,13 +67,13 @@ class _Step:
 
     @property
     def passing_keys(self) -> list[RowShape]:
-        """Split rows whose cached keys travel."""
-        return [row for row in self.split if row.context and self._keys_travel(row)]
+        """Split rows whose cached keys are exchanged."""
+        return [row for row in self.split if row.context and self._passes_keys(row)]
 
     @property
     def passing_queries(self) -> list[RowShape]:
-        """Split rows whose queries travel to the cached keys."""
-        return [row for row in self.split if row.context and not self._keys_travel(row)]
+        """Split rows whose queries are sent to the cached keys."""
+        return [row for row in self.split if row.context and not self._passes_keys(row)]
 
     @property
     def group_heads(self) -> int:
@@ -96,7 +96,7 @@ class _Step:
         return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
 
     def visiting_bytes(self, cp_rank: int) -> int:
-        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that travel."""
+        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are exchanged."""
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
@@ -105,7 +105,7 @@ class _Step:
     def _is_split(self, row: RowShape) -> bool:
         return is_split(row.tokens, self.layout.cp)
 
-    def _keys_travel(self, row: RowShape) -> bool:
+    def _passes_keys(self, row: RowShape) -> bool:
         return passes_kv(row.tokens, row.context, *weights(self.kind, self.layout, self.coords.tp), self.layout.cp)
 
 
@@ -134,7 +134,7 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
     if rows.passing_queries:
         mine = rows.run(rows.passing_queries) * group_heads
         everybody = group_heads * sum(rows.run(rows.passing_queries, rank) for rank in range(layout.cp))
-        yield all_gather("attention: travelling queries", "cp", layout.cp, mine * rows.query_bytes, calls)
+        yield all_gather("attention: exchanged queries", "cp", layout.cp, mine * rows.query_bytes, calls)
         sent = everybody * rows.part_bytes
         yield all_to_all("attention: their parts", "cp", layout.cp, sent, mine * rows.part_bytes, calls)
     if shared:

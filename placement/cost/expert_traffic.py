@@ -41,8 +41,8 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Travels:
-    """One rank in one step (of all lanes): the layers whose tokens travel to experts, and how. `routed`: those of each such
+class DispatchedLayers:
+    """One rank in one step (of all lanes): the layers whose tokens are dispatched to experts, and how. `routed`: those of each such
     layer."""
 
     spec: ModelSpec
@@ -70,7 +70,7 @@ class Travels:
 
     @property
     def num_layers(self) -> int:
-        """Layers of this rank whose tokens travel."""
+        """Layers of this rank whose tokens are dispatched."""
         return 0 if self.mode == "sum" else sum(self.spec.moe_of(layer) is not None for layer in self.own.layers)
 
     @property
@@ -120,7 +120,7 @@ class Travels:
         return Routed(round(sent), round(self.num_own * here), round(sum(self.own_tokens) * here))
 
 
-def to_experts(rank: Travels) -> Iterator[TrafficEntry]:
+def to_experts(rank: DispatchedLayers) -> Iterator[TrafficEntry]:
     """From the tokens a rank holds to those its experts run."""
     size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
@@ -132,7 +132,7 @@ def to_experts(rank: Travels) -> Iterator[TrafficEntry]:
             yield all_to_all("mlp input: dispatched rows", "moe", size, routed.sent * row, routed.kept * row, layers)
 
 
-def from_experts(rank: Travels, is_scattered: bool) -> Iterator[TrafficEntry]:
+def from_experts(rank: DispatchedLayers, is_scattered: bool) -> Iterator[TrafficEntry]:
     """From the results of a rank's experts to what it holds."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":

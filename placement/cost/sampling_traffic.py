@@ -1,6 +1,6 @@
 """The exchanges of the sampler, from how each row is chosen and how wide a rank's part of the vocabulary is.
 
-Everything a step's rows need travels packed in one all-gather; rows with min-p and nothing else ask for one more, before
+Everything a step's rows need is packed in one all-gather; rows with min-p and nothing else ask for one more, before
 it, and rows with log-probabilities for two more, after it. `width` is that of the widest rank: all send as much.
 """
 

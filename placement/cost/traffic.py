@@ -9,7 +9,7 @@ runs. One small function per region of the forward pass says what that region do
                                                    │ send pp / recv pp
                                                    └─[stage boundary]→ next stage: all_gather tp
 
-Layers whose tokens travel to experts say something else than a dense one there (`placement.cost.expert_traffic`).
+Layers whose tokens are dispatched to experts say something else than a dense one there (`placement.cost.expert_traffic`).
 
 Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before
 the next layer that needs all tokens, and what arrives from the stage before needs none.
@@ -27,7 +27,7 @@ from functools import cached_property
 
 from placement.cost.collectives import TrafficEntry, all_gather, all_reduce, recv, reduce_scatter, send
 from placement.cost.context_traffic import context
-from placement.cost.expert_traffic import Routed, Travels, from_experts, to_experts
+from placement.cost.expert_traffic import DispatchedLayers, Routed, from_experts, to_experts
 from placement.cost.sampling_traffic import sampling
 from placement.cost.step_shape import StepShape
 from placement.layout import sequence_parallel
@@ -59,14 +59,14 @@ class RankStep:
         return self.whole.of_lane(self.coords.attn_dp)
 
     @cached_property
-    def travels(self) -> Travels:
-        """Its layers whose tokens travel to experts."""
-        return Travels(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
+    def dispatched(self) -> DispatchedLayers:
+        """Its layers whose tokens are dispatched to experts."""
+        return DispatchedLayers(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
         """Layers with an MLP, an expert for every token or all experts split over the tp group."""
-        return len(self.own.layers) - self.travels.num_layers + self.travels.num_shared
+        return len(self.own.layers) - self.dispatched.num_layers + self.dispatched.num_shared
 
     @property
     def query_lens(self) -> list[int]:
@@ -175,7 +175,7 @@ def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def attention_context(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Queries, keys and partial outputs travel where a sequence's keys lie on several ranks."""
+    """Queries, keys and partial outputs are exchanged where a sequence's keys lie on several ranks."""
     yield from context(rank_step.spec, rank_step.layout, rank_step.coords, rank_step.own, rank_step.step)
 
 
@@ -186,15 +186,15 @@ def attention_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 def mlp_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
-    yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.travels.num_cp_split)
-    if rank_step.travels.num_layers:
-        yield from to_experts(rank_step.travels)
+    yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.dispatched.num_cp_split)
+    if rank_step.dispatched.num_layers:
+        yield from to_experts(rank_step.dispatched)
 
 
 def mlp_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The down projection is row parallel."""
-    if rank_step.travels.num_layers:
-        yield from from_experts(rank_step.travels, rank_step.is_scattered)
+    if rank_step.dispatched.num_layers:
+        yield from from_experts(rank_step.dispatched, rank_step.is_scattered)
     yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 

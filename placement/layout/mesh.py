@@ -27,7 +27,7 @@ The same 16 ranks with ``moe_dp=2, ep=4`` (so ``moe_tp=2``)::
     moe_dp 1      [8 9] [10 11] [12 13] [14 15]
     ep groups     [0 2 4 6] [1 3 5 7] [8 10 12 14] [9 11 13 15]
     moe_dp groups [0 8] [1 9] ... [7 15]           <- the same experts in two copies
-    moe groups    [0 1 2 3 4 5 6 7] [8 ... 15]     <- the ranks of one copy (ep x moe_tp), between which tokens travel
+    moe groups    [0 1 2 3 4 5 6 7] [8 ... 15]     <- the ranks of one copy (ep x moe_tp), between which tokens are dispatched
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class AttentionKind:
     """Sizes of one kind of attention, whole (before any split). Latents (`placement.model.mla_spec`) are one KV head::
 
-               query, key   value        a token in the cache, for each KV head     what travels back for a query
+               query, key   value        a token in the cache, for each KV head     what comes back for a query
     plain      key_dim      value_dim    kept_dim = key_dim + value_dim             part_dim = value_dim
     latent     latent_dim   latent_dim   kept_dim = latent_dim (both at once)       part_dim = kv_lora_rank
     """

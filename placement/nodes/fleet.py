@@ -42,7 +42,7 @@ class Machine(BaseModel):
 
     @property
     def object_store_bytes(self) -> int:
-        """No tensor travels through the object store, so it needs little; and it must fit the shared memory."""
+        """No tensor goes through the object store, so it needs little; and it must fit the shared memory."""
         return min(GIB, self.shm_bytes // 2)
 
     @property

@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens a cp rank runs, which KV blocks a rank owns, and what travels between them.
+"""Context parallelism: which tokens a cp rank runs, which KV blocks a rank owns, and what is exchanged between them.
 
 **Compute** is split zig-zag, so that the causal work is even. Twelve new tokens on ``cp=2`` are 2*cp = 4 chunks, and rank i
 runs chunks i and 3-i::
@@ -144,11 +144,11 @@ class Overlap:
 
 
 def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overlap: Overlap | None = None) -> bool:
-    """Whether the cached keys and values of a split row travel to its queries (else the queries travel to them).
+    """Whether the cached keys and values of a split row are sent to its queries (else the queries are sent to them).
 
-    The rule of Yang et al. 2024 (arXiv 2411.01783): the KV travels where it is no larger than the queries,
+    The rule of Yang et al. 2024 (arXiv 2411.01783): the KV is exchanged where it is no larger than the queries,
     ``new / (new + cached) >= 2 kv_heads / q_heads``, or where there is enough arithmetic to hide it behind,
-    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that travel come back as outputs,
+    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that are exchanged come back as outputs,
     which nothing hides: without overlap (CPU) they count twice, and the limit is ``kv_heads / q_heads``. There only their
     proportion counts: any weights of queries and keys will do (`placement.ownership.context_heads.weights`).
     """

@@ -2,7 +2,7 @@
 
     engine: PUSH, connected, one per ingress ──→ [secret, TokenEvents] ──→ ingress: PULL, bound
 
-A request travels to the engine with the address and secret of the ingress that waits for it; its events come back here.
+A request goes to the engine with the address and secret of the ingress that waits for it; its events come back here.
 (Through Ray's own streaming an event costs about a millisecond of two processes, more than a small model's token.)
 """
 

@@ -162,5 +162,5 @@ class TorchGroup(CountedGroup):
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as ``[bytes]``, so that every dtype travels alike."""
+    """The memory of a contiguous tensor as ``[bytes]``, so that every dtype is sent alike."""
     return x.view(-1).view(torch.uint8)

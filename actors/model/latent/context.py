@@ -1,6 +1,6 @@
 """Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention.context.backend`, for latents.
 
-What travels is latents, not heads. Own queries meet fresh latents in the form that is cheaper for their row; cached latents
+What is exchanged is latents, not heads. Own queries meet fresh latents in the form that is cheaper for their row; cached latents
 are met absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
 """
 

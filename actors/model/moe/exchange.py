@@ -59,7 +59,7 @@ class SumExchange:
         """Nothing."""
 
 
-class TravellingExchange:
+class DispatchExchange:
     """Tokens go to experts, each from the rank whose own it is."""
 
     def __init__(self, own: OwnTokens, way: Way) -> None:

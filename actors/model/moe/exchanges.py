@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from actors.groups.group import Group
-from actors.model.moe.exchange import AllToAllWay, GatherWay, NoWay, SumExchange, TravellingExchange, Way
+from actors.model.moe.exchange import AllToAllWay, DispatchExchange, GatherWay, NoWay, SumExchange, Way
 from actors.model.moe.tokens import OwnTokens, PartitionedTokens, TokensOfRegion
 from actors.model.step.exchange import Exchange
 from placement.cost import expert_modes
@@ -60,7 +60,7 @@ class ExchangesByRule:
         if mode == "sum":
             return SumExchange(turn)
         own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(lanes, self._layout), self._layout, self._copy)
-        return TravellingExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, turn))
+        return DispatchExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, turn))
 
     def _way(self, mode: Mode, own_tokens: Sequence[int], turn: int) -> Way:
         if not any(own_tokens):

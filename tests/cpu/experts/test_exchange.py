@@ -1,4 +1,4 @@
-"""Tokens travel to experts: every mode, mix of split and common rows, and factoring is rounding."""
+"""Tokens are dispatched to experts: every mode, mix of split and common rows, and factoring is rounding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dispatch", ["gather", "a2a"])
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS)
-def test_tokens_that_travel_are_rounding(family: str, layout: str, dispatch: str) -> None:
+def test_dispatched_tokens_are_rounding(family: str, layout: str, dispatch: str) -> None:
     report = verify(tiny(family), f"{layout},dispatch={dispatch}", kinds=["prefill", "chunked", "mixed"])
     assert report.verdict == "rounding", report
 

@@ -1,4 +1,4 @@
-"""Layouts whose tokens travel to experts, as real processes over the real groups."""
+"""Layouts whose tokens are dispatched to experts, as real processes over the real groups."""
 
 from __future__ import annotations
 

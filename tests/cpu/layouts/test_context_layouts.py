@@ -150,7 +150,7 @@ def assert_equal(found: TokenEvent, expected: TokenEvent) -> None:
     ("text", "chunk"), [("cp=2", 1024), ("cp=3,cp_style=allgather", 1024), ("tp=4,dcp=2", 7), ("cp=2,tp=4,dcp=2", 16)]
 )
 def test_prefix_hits_are_found_wherever_they_lie(text: str, chunk: int) -> None:
-    """Hits longer and shorter than what follows, so that both keys and queries travel, and inside a window."""
+    """Hits longer and shorter than what follows, so that both keys and queries are exchanged, and inside a window."""
     model = tiny("qwen2_alternating")
     base, *tails = sequences_of(61, 1, 9, 40, 3)
     prompts = [base, *(base[:cut] + tail for cut, tail in zip((61, 30, 13, 61), tails, strict=True)), base]

@@ -12,8 +12,8 @@ Collectives of a layer, each only where the step has rows for it:
 
     all_gather dcp, all_to_all dcp    rows with cached keys: queries there, parts back
     all_gather cp                     decode and short chunks with cached keys: parts
-    all_gather cp | send/recv cp      split rows: fresh keys, and cached ones where those travel (by cp_style)
-    all_gather cp, all_to_all cp      split rows whose queries travel
+    all_gather cp | send/recv cp      split rows: fresh keys, and cached ones where those are exchanged (by cp_style)
+    all_gather cp, all_to_all cp      split rows whose queries are exchanged
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class ContextAttention:
             exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, coords.tp))])
             queries, keys = weights(kind, layout, coords.tp)
 
-            def keys_travel(new: int, cached: int) -> bool:
+            def passes_keys(new: int, cached: int) -> bool:
                 return passes_kv(new, cached, queries, keys, layout.cp)
 
-            return Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], keys_travel)
+            return Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], passes_keys)
 
         return cls(*map(setting, spec.kinds))
 
@@ -191,7 +191,7 @@ class ContextAttention:
         shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
 
     def _contribution(self, kept: Tensor, call: _Layer) -> Tensor:
-        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys travel."""
+        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are exchanged."""
         plan = call.plan
         parts = [kept[plan.split_tokens]]
         for row in plan.passing_keys:

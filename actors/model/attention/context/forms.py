@@ -4,7 +4,7 @@ Plain attention gives a kernel what it has. Latent attention has two forms (`pla
 step:
 own queries may meet fresh keys in one and, with those of other ranks, cached keys in the other::
 
-    queries ──→ kernel ──→ part (this travels, with its log-sum-exp, and is merged) ──→ answer
+    queries ──→ kernel ──→ part (this is exchanged, with its log-sum-exp, and is merged) ──→ answer
 """
 
 from __future__ import annotations

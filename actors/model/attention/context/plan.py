@@ -28,14 +28,14 @@ STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 
 @dataclass(frozen=True)
 class Setting:
-    """What does not change from step to step. `keys_travel` (new tokens, cached tokens) decides for split rows."""
+    """What does not change from step to step. `passes_keys` (new tokens, cached tokens) decides for split rows."""
 
     place: ContextRank
     kernel: PartialKernel
     cp: Group
     heads: HeadExchange
     style: MakeStyle
-    keys_travel: Callable[[int, int], bool]
+    passes_keys: Callable[[int, int], bool]
 
 
 class ContextPlan:
@@ -50,7 +50,7 @@ class ContextPlan:
         whole = [row for row in rows if not row.is_split and row.has_shared_keys]
         self.split = [row for row in rows if row.is_split]
         cached = [row for row in self.split if row.start]
-        self.passing_keys = [row for row in cached if setting.keys_travel(row.count, row.start)]
+        self.passing_keys = [row for row in cached if setting.passes_keys(row.count, row.start)]
         passing_queries = [row for row in cached if row not in self.passing_keys]
 
         self.kept = torch.nonzero(batch.slots >= 0).flatten()

@@ -1,4 +1,4 @@
-"""Zig-zag chunks, block ownership, the choice of what travels, and which dcp sizes are legal."""
+"""Zig-zag chunks, block ownership, the choice of what is exchanged, and which dcp sizes are legal."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ def test_owners_are_numbered_by_cp_rank_then_dcp_rank(text: str) -> None:
     assert places[layout.tp - 1].ownership(layout.cp - 1).owner == layout.kv_owners - 1
 
 
-# What travels
+# What is exchanged
 
 
-def test_without_overlap_queries_travel_to_a_long_cached_context() -> None:
+def test_without_overlap_queries_are_sent_to_a_long_cached_context() -> None:
     """64 query heads, 8 KV heads: the limit is a share of 1/8 new tokens."""
     assert passes_kv(100, 700, 64, 8, 2)
     assert not passes_kv(100, 701, 64, 8, 2)

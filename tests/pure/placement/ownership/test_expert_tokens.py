@@ -1,4 +1,4 @@
-"""Whose tokens are whose on the way to the experts, and which mode they travel in."""
+"""Whose tokens are whose on the way to the experts, and which mode they are dispatched in."""
 
 from __future__ import annotations
 
