@@ -33,7 +33,7 @@ from actors.groups.solo import SoloGroup
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.build import mixture
 from actors.model.moe.exchanges import ExchangesByRule
-from actors.model.moe.keeper import ExpertKeeper
+from actors.model.moe.expert_mover import ExpertWeightMover
 from actors.model.step.regions import Regions
 from actors.wire.plans import StepPlan
 from placement.cost import expert_modes
@@ -157,7 +157,7 @@ def run_skew(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) 
         skewed(spec, layer)
     placed = subject.own.expert_map
     assert placed is not None
-    keeper = ExpertKeeper(subject.mixtures, copy, placed, layout.moe_tp, rank)
+    mover = ExpertWeightMover(subject.mixtures, copy, placed, layout.moe_tp, rank)
     lanes = lanes_of(SKEW_TOKENS, ranks)
     draw = torch.Generator().manual_seed(2 + rank)
     while (plan := pipe.recv()) is not None:
@@ -165,9 +165,9 @@ def run_skew(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) 
         copy.barrier()
         began = time.perf_counter()
         with torch.inference_mode():
-            keeper.move(plan.moves)
+            mover.move(plan.moves)
         subject.step(x, lanes, plan.step)
-        pipe.send((time.perf_counter() - began, keeper.report(plan.step) if plan.asks_experts else None))
+        pipe.send((time.perf_counter() - began, mover.report(plan.step) if plan.asks_experts else None))
 
 
 def skew_layout(ranks: int) -> Layout:

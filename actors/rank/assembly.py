@@ -31,7 +31,7 @@ from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
 from actors.model.moe.exchanges import exchanges
-from actors.model.moe.keeper import ExpertKeeper, NoExperts
+from actors.model.moe.expert_mover import ExpertWeightMover, NoExperts
 from actors.rank.head import LaneHead, StageHead
 from actors.rank.pipeline import Pipeline
 from actors.rank.runner import Runner
@@ -70,7 +70,7 @@ class Parts:
     sampler: Sampler
     pipeline: Pipeline
     runner: StepRunner
-    experts: ExpertKeeper | NoExperts
+    experts: ExpertWeightMover | NoExperts
     courier: Courier | NoCourier
     librarian: Librarian | NoLibrarian
 
@@ -120,10 +120,10 @@ def _courier(config: RankConfig, cache: KVCaches) -> Courier | NoCourier:
     return Courier.of(config, cache, transport, f"nixl {nixl_version()}", digest)
 
 
-def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertKeeper | NoExperts:
+def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertWeightMover | NoExperts:
     if own.expert_map is None:
         return NoExperts()
-    return ExpertKeeper(decoder.mixtures, groups["moe"], own.expert_map, config.layout.moe_tp, config.world_rank)
+    return ExpertWeightMover(decoder.mixtures, groups["moe"], own.expert_map, config.layout.moe_tp, config.world_rank)
 
 
 def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:

@@ -20,7 +20,7 @@ from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
-from actors.model.moe.keeper import ExpertKeeper, NoExperts
+from actors.model.moe.expert_mover import ExpertWeightMover, NoExperts
 from actors.model.step.batch import Batch
 from actors.rank.head import Head
 from actors.rank.pipeline import Pipeline
@@ -72,7 +72,7 @@ class Runner:
         sampler: Sampler,
         context: Group | None = None,
         place: ContextRank | None = None,
-        experts: ExpertKeeper | NoExperts | None = None,
+        experts: ExpertWeightMover | NoExperts | None = None,
     ) -> None:
         """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
         self._decoder, self._head, self._cache, self._pipeline, self._sampler = decoder, head, cache, pipeline, sampler

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from actors.groups.group import Group
 from actors.groups.thread import run_ranks, thread_groups
 from actors.model.moe.block import MixtureOfExperts
+from actors.model.moe.expert_mover import ExpertWeightMover
 from actors.model.moe.experts import Experts, gated_by
 from actors.model.moe.homes import Homes
-from actors.model.moe.keeper import ExpertKeeper
 from actors.model.moe.router import Router
 from actors.wire.experts import ExpertMove
 from placement.experts.expert_map import ExpertMap, initial, place
@@ -66,10 +66,10 @@ def test_fifty_random_skews_leave_every_slot_with_its_expert(case: Case) -> None
     assert sum(bool(move.transfers) for move in made) > LOADS_EACH * 0.8
 
     def body(group: Group) -> None:
-        keeper, mixture = rank_of(case, group, maps[0])
+        mover, mixture = rank_of(case, group, maps[0])
         own = maps[0].ranges[group.rank // case.moe_tp]
         for move in made:
-            keeper.move([move])
+            mover.move([move])
             check(mixture, [move.experts[slot] for slot in own], case.columns(group.rank))
 
     run_ranks(thread_groups(case.size, "moe", 20.0), body)
@@ -82,11 +82,11 @@ def test_a_tensor_left_behind_is_found() -> None:
     move = move_between(old, next(iter(random_maps(case))))
 
     def body(group: Group) -> None:
-        keeper, mixture = rank_of(case, group, old)
+        mover, mixture = rank_of(case, group, old)
         stays = mixture.experts.down_bias
         assert stays is not None
         before = stays.clone()
-        keeper.move([move])
+        mover.move([move])
         stays.copy_(before)
         own = old.ranges[group.rank // case.moe_tp]
         check(mixture, [move.experts[slot] for slot in own], case.columns(group.rank))
@@ -114,7 +114,7 @@ def move_between(old: ExpertMap, new: ExpertMap) -> ExpertMove:
     return ExpertMove(layer=LAYER, experts=list(new.experts[0]), transfers=transfers)
 
 
-def rank_of(case: Case, group: Group, placed: ExpertMap) -> tuple[ExpertKeeper, MixtureOfExperts]:
+def rank_of(case: Case, group: Group, placed: ExpertMap) -> tuple[ExpertWeightMover, MixtureOfExperts]:
     """A rank with the experts of a map in its slots."""
     own = placed.ranges[group.rank // case.moe_tp]
     held = [tensors(placed.experts[0][slot], case.columns(group.rank), case.dtype) for slot in own]
@@ -124,7 +124,7 @@ def rank_of(case: Case, group: Group, placed: ExpertMap) -> tuple[ExpertKeeper, 
     spec = MoESpec(num_experts=case.experts, top_k=1, expert_size=COLUMNS, layers=(LAYER,))
     router = Router(spec, nn.Parameter(torch.zeros(case.experts, HIDDEN)))
     mixture = MixtureOfExperts(router, experts, Homes(placed.experts[0], own, torch.device("cpu"))).requires_grad_(False)
-    return ExpertKeeper({LAYER: mixture}, group, placed, case.moe_tp, group.rank), mixture
+    return ExpertWeightMover({LAYER: mixture}, group, placed, case.moe_tp, group.rank), mixture
 
 
 def tensors(expert: int, columns: range, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The experts of one rank as the engine sees them: it asks what they did, and says where they go.
+"""The experts of one rank as the engine sees them: it asks for their load, and rebalances them (EPLB).
 
 A move of one layer, rank 0's part in a copy of three ranks (own slots 0 and 1, and a plan's transfers 0→2, 5→1, 1→0)::
 
@@ -24,8 +24,8 @@ from actors.wire.experts import ExpertMove, ExpertReport, LayerReport
 from placement.experts.expert_map import ExpertMap
 
 
-class ExpertKeeper:
-    """Keeps the experts of a rank's layers."""
+class ExpertWeightMover:
+    """Moves the expert weights of a rank's layers (the worker side of EPLB), and reports their load."""
 
     def __init__(
         self, mixtures: Mapping[int, MixtureOfExperts], copy: Group, placed: ExpertMap, moe_tp: int, world_rank: int
@@ -36,7 +36,7 @@ class ExpertKeeper:
         self._moe_tp = moe_tp
         self._own = placed.ranges[self._ep]
         self._moved_bytes, self._move_s = 0, 0.0
-        self._sent_before, self._told_step = 0, -1
+        self._sent_before, self._reported_step = 0, -1
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
         """Make the moves of this rank's layers. A collective of the copy."""
@@ -49,22 +49,22 @@ class ExpertKeeper:
 
     def report(self, step: int) -> ExpertReport:
         """What was done since the last report."""
-        told = {layer: mixture.tally.tell() for layer, mixture in self._mixtures.items()}
+        counted = {layer: mixture.tally.tell() for layer, mixture in self._mixtures.items()}
         layers = [
             LayerReport(layer=layer, tokens=one.tokens, expert_s=one.expert_s, combine_s=one.combine_s)
-            for layer, one in told.items()
+            for layer, one in counted.items()
         ]
         sent = sum(self._copy.sent_bytes.values())
         report = ExpertReport(
             world_rank=self._world_rank,
             step=step,
-            steps=step - self._told_step,
+            steps=step - self._reported_step,
             layers=layers,
             sent_bytes=sent - self._sent_before - self._moved_bytes,
             moved_bytes=self._moved_bytes,
             move_s=self._move_s,
         )
-        self._sent_before, self._told_step, self._moved_bytes, self._move_s = sent, step, 0, 0.0
+        self._sent_before, self._reported_step, self._moved_bytes, self._move_s = sent, step, 0, 0.0
         return report
 
     def _move(self, move: ExpertMove, mixture: MixtureOfExperts) -> None:
@@ -118,5 +118,5 @@ class NoExperts:
             raise ValueError(f"a plan moves experts of layers {[move.layer for move in moves]}, but the model has none")
 
     def report(self, step: int) -> ExpertReport | None:
-        """Nothing to tell."""
+        """Nothing to report."""
         return None
