@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from actors.model.layers.layers import linear
 from actors.model.moe.beside import begin_on
 from actors.model.moe.experts import Experts, Gated
-from actors.model.moe.homes import Homes
+from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.model.moe.router import Router
 from actors.model.moe.tally import Tally
 from actors.model.step.exchange import Complete
@@ -35,9 +35,9 @@ from actors.model.step.step import Step
 class MixtureOfExperts(nn.Module):
     """A router and the experts of this rank."""
 
-    def __init__(self, router: Router, experts: Experts, homes: Homes) -> None:
+    def __init__(self, router: Router, experts: Experts, expert_map: LayerExpertMap) -> None:
         super().__init__()
-        self.router, self.experts, self.homes = router, experts, homes
+        self.router, self.experts, self.expert_map = router, experts, expert_map
         self.tally = Tally(len(router.weight), router.weight.device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
@@ -47,13 +47,13 @@ class MixtureOfExperts(nn.Module):
     def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """See `Mixture`."""
         weights, experts = self.router(x)
-        return weights, self.homes.slots(experts, turn)
+        return weights, self.expert_map.slots(experts, turn)
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
-        own = self.homes.here(slots)
+        own = self.expert_map.here(slots)
         tokens = self.experts.tokens(own)
-        self.tally.ran(self.homes.held, tokens)
+        self.tally.ran(self.expert_map.held, tokens)
         with self.tally.experts.span():
             return self.experts.run(x, weights, own, tokens)
 
@@ -96,8 +96,8 @@ class GatedSharedExpert(SharedExpert):
 class MixtureWithShared(MixtureOfExperts):
     """`MixtureOfExperts` with a shared expert, split over tp: its part is added before a sum over tp, where there is one."""
 
-    def __init__(self, router: Router, experts: Experts, homes: Homes, shared: SharedExpert) -> None:
-        super().__init__(router, experts, homes)
+    def __init__(self, router: Router, experts: Experts, expert_map: LayerExpertMap, shared: SharedExpert) -> None:
+        super().__init__(router, experts, expert_map)
         self.shared = shared
         self._begin = begin_on(router.weight.device)
 

@@ -9,7 +9,7 @@ from torch import nn
 from actors.model.layers.layers import ACTIVATIONS
 from actors.model.moe.block import GatedSharedExpert, MixtureOfExperts, MixtureWithShared, SharedExpert
 from actors.model.moe.experts import Experts, Gated, clamped_swiglu, gated_by
-from actors.model.moe.homes import Homes
+from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.model.moe.router import Router
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
@@ -29,8 +29,8 @@ def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Pa
         table.get(f"{at}.experts.gate_up_bias"),
         table.get(f"{at}.experts.down_bias"),
     )
-    homes = Homes(own.expert_map.experts[0], own.expert_slots, router.weight.device)
-    parts = (router, experts, homes)
+    expert_map = LayerExpertMap(own.expert_map.experts[0], own.expert_slots, router.weight.device)
+    parts = (router, experts, expert_map)
     return MixtureWithShared(*parts, _shared(table, f"{at}.shared", gated)) if moe.shared_size else MixtureOfExperts(*parts)
 
 

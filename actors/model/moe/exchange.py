@@ -122,9 +122,9 @@ class AllToAllWay:
 
     def _destinations(self, slots: Tensor) -> Tensor:
         """[tokens, ranks of the copy]: whether a token goes there."""
-        at_home = torch.zeros(slots.shape[0], len(self._ends), dtype=torch.bool, device=slots.device)
-        at_home.scatter_(1, torch.bucketize(slots, self._ends, right=True), True)
-        return at_home.repeat_interleave(self._moe_tp, 1)
+        on_ep_rank = torch.zeros(slots.shape[0], len(self._ends), dtype=torch.bool, device=slots.device)
+        on_ep_rank.scatter_(1, torch.bucketize(slots, self._ends, right=True), True)
+        return on_ep_rank.repeat_interleave(self._moe_tp, 1)
 
 
 def _sorted_by_rank(goes: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class ExpertWeightMover:
                 mixture.experts.put(target - self._own.start, expert)
         for source, target in inside:
             mixture.experts.put(target - self._own.start, taken[source])
-        mixture.homes.change(move.experts)
+        mixture.expert_map.change(move.experts)
 
     def _touches(self, source: int, target: int) -> bool:
         return source in self._own or target in self._own

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model.moe.homes import Homes
+from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.rank.threads import ThreadRanks
 from actors.wire.experts import ExpertMove
 from actors.wire.plans import Row, SequenceStart, StepPlan
@@ -135,21 +135,21 @@ def test_the_router_is_skewed() -> None:
 def test_ranks_that_each_run_their_own_copy_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug of the field: with copies on several ranks, each rank takes the nearest."""
 
-    def nearest(self: Homes, slots: Tensor) -> Tensor:
+    def nearest(self: LayerExpertMap, slots: Tensor) -> Tensor:
         experts = torch.tensor(self._experts, device=slots.device)[slots]  # type: ignore[attr-defined]
         own = torch.full_like(slots, len(self.held))
         for slot, expert in enumerate(self.held.tolist()):
             own = torch.where(experts == expert, slot, own)
         return own
 
-    change = Homes.change
+    change = LayerExpertMap.change
 
-    def noted(self: Homes, experts: Sequence[int]) -> None:
+    def noted(self: LayerExpertMap, experts: Sequence[int]) -> None:
         self._experts = list(experts)  # type: ignore[attr-defined]
         change(self, experts)
 
-    monkeypatch.setattr(Homes, "change", noted)
-    monkeypatch.setattr(Homes, "here", nearest)
+    monkeypatch.setattr(LayerExpertMap, "change", noted)
+    monkeypatch.setattr(LayerExpertMap, "here", nearest)
     layout = Layout.parse("tp=2,ep=2,redundant_experts=2")
     scores, ran = run(layout, [])
     _, once = run(Layout(), [])

@@ -17,7 +17,7 @@ from actors.groups.thread import run_ranks, thread_groups
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.expert_mover import ExpertWeightMover
 from actors.model.moe.experts import Experts, gated_by
-from actors.model.moe.homes import Homes
+from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.model.moe.router import Router
 from actors.wire.experts import ExpertMove
 from placement.experts.expert_map import ExpertMap, initial, place
@@ -123,7 +123,9 @@ def rank_of(case: Case, group: Group, placed: ExpertMap) -> tuple[ExpertWeightMo
     experts = Experts(stacked["gate_up"], stacked["down"], gated_by(F.silu), *biases)
     spec = MoESpec(num_experts=case.experts, top_k=1, expert_size=COLUMNS, layers=(LAYER,))
     router = Router(spec, nn.Parameter(torch.zeros(case.experts, HIDDEN)))
-    mixture = MixtureOfExperts(router, experts, Homes(placed.experts[0], own, torch.device("cpu"))).requires_grad_(False)
+    mixture = MixtureOfExperts(router, experts, LayerExpertMap(placed.experts[0], own, torch.device("cpu"))).requires_grad_(
+        False
+    )
     return ExpertWeightMover({LAYER: mixture}, group, placed, case.moe_tp, group.rank), mixture
 
 
@@ -147,7 +149,7 @@ def tensors(expert: int, columns: range, dtype: torch.dtype) -> dict[str, Tensor
 
 def check(mixture: MixtureOfExperts, wanted: Sequence[int], columns: range) -> None:
     """Every parameter of every slot is that of its expert, to the bit; tokens are counted for it."""
-    assert mixture.homes.held.tolist() == list(wanted)
+    assert mixture.expert_map.held.tolist() == list(wanted)
     for slot, expert in enumerate(wanted):
         for name, weight in mixture.experts.named_parameters():
             right = tensors(expert, columns, weight.dtype)[name]

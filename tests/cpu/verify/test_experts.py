@@ -33,7 +33,7 @@ def other_choice(layer: Any) -> None:
 
 
 def stale_map(layer: Any) -> None:
-    layer.mlp.homes._table = layer.mlp.homes._table.roll(1, 0)
+    layer.mlp.expert_map._table = layer.mlp.expert_map._table.roll(1, 0)
 
 
 def bias_of_every_rank(layer: Any) -> None:
@@ -53,24 +53,26 @@ def sinks_of_other_heads(layer: Any) -> None:
 
 
 def dropped_expert(layer: Any) -> None:
-    right = layer.mlp.homes.here
+    right = layer.mlp.expert_map.here
     absent = layer.mlp.experts.absent
-    layer.mlp.homes.here = lambda slots: right(slots).masked_fill(right(slots) == 0, absent)
+    layer.mlp.expert_map.here = lambda slots: right(slots).masked_fill(right(slots) == 0, absent)
 
 
 def absent_is_expert_0(layer: Any) -> None:
-    right = layer.mlp.homes.here
+    right = layer.mlp.expert_map.here
     absent = layer.mlp.experts.absent
-    layer.mlp.homes.here = lambda slots: right(slots).masked_fill(right(slots) == absent, 0)
+    layer.mlp.expert_map.here = lambda slots: right(slots).masked_fill(right(slots) == absent, 0)
 
 
 def copies_of_others_run_too(layer: Any) -> None:
     """Whatever expert it holds it runs, whoever's turn it is."""
-    homes = layer.mlp.homes
-    held = {expert: slot for expert, slots in enumerate(homes._table.tolist()) for slot in slots if slot in homes._own}
-    mine = {slot: held.get(expert) for expert, slots in enumerate(homes._table.tolist()) for slot in slots}
-    right = homes.here
-    homes.here = lambda slots: right(slots.clone().apply_(lambda slot: slot if mine[slot] is None else mine[slot]))
+    expert_map = layer.mlp.expert_map
+    held = {
+        expert: slot for expert, slots in enumerate(expert_map._table.tolist()) for slot in slots if slot in expert_map._own
+    }
+    mine = {slot: held.get(expert) for expert, slots in enumerate(expert_map._table.tolist()) for slot in slots}
+    right = expert_map.here
+    expert_map.here = lambda slots: right(slots.clone().apply_(lambda slot: slot if mine[slot] is None else mine[slot]))
 
 
 def padding_is_routed(layer: Any) -> None:
@@ -189,7 +191,7 @@ def test_without_a_bug_it_is_rounding(family: str, layout: str) -> None:
 
 def a_map_that_stays(parts: Parts) -> None:
     for mixture in parts.decoder.mixtures.values():
-        mixture.homes.change = lambda experts: None
+        mixture.expert_map.change = lambda experts: None
 
 
 def a_wrong_slot(parts: Parts) -> None:

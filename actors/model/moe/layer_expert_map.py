@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 
-class Homes:
-    """The map of one layer as tensors, seen from one rank."""
+class LayerExpertMap:
+    """The logical-to-physical expert map of one layer as tensors, seen from one rank."""
 
     held: Tensor
     """[own slots] int64: the expert in each."""
