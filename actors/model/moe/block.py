@@ -25,8 +25,8 @@ from actors.model.layers.layers import linear
 from actors.model.moe.beside import begin_on
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.layer_expert_map import LayerExpertMap
+from actors.model.moe.load_counters import LoadCounters
 from actors.model.moe.router import Router
-from actors.model.moe.tally import Tally
 from actors.model.step.exchange import Complete
 from actors.model.step.regions import Region
 from actors.model.step.step import Step
@@ -38,7 +38,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, router: Router, experts: Experts, expert_map: LayerExpertMap) -> None:
         super().__init__()
         self.router, self.experts, self.expert_map = router, experts, expert_map
-        self.tally = Tally(len(router.weight), router.weight.device)
+        self.counters = LoadCounters(len(router.weight), router.weight.device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
@@ -53,8 +53,8 @@ class MixtureOfExperts(nn.Module):
         """See `Mixture`."""
         own = self.expert_map.here(slots)
         tokens = self.experts.tokens(own)
-        self.tally.ran(self.expert_map.held, tokens)
-        with self.tally.experts.span():
+        self.counters.ran(self.expert_map.held, tokens)
+        with self.counters.experts.span():
             return self.experts.run(x, weights, own, tokens)
 
     def partial(self, x: Tensor, turn: int) -> Tensor:
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         return self.run(x, *self.route(x, turn))
 
     def timed_combine(self) -> AbstractContextManager[None]:
-        return self.tally.combine.span()
+        return self.counters.combine.span()
 
     def begin(self, x: Tensor, region: Region) -> Complete:
         """See `Mixture`."""

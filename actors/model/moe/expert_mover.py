@@ -49,7 +49,7 @@ class ExpertWeightMover:
 
     def report(self, step: int) -> ExpertReport:
         """What was done since the last report."""
-        counted = {layer: mixture.tally.tell() for layer, mixture in self._mixtures.items()}
+        counted = {layer: mixture.counters.take() for layer, mixture in self._mixtures.items()}
         layers = [
             LayerReport(layer=layer, tokens=one.tokens, expert_s=one.expert_s, combine_s=one.combine_s)
             for layer, one in counted.items()

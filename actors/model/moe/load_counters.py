@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Told:
+class LayerLoad:
     """What one layer's experts did: tokens run here by expert of the layer, seconds of their maths and of the way back."""
 
     tokens: list[int]
@@ -27,8 +27,8 @@ class Told:
     combine_s: float
 
 
-class Tally:
-    """Counts for one layer."""
+class LoadCounters:
+    """Load counters of one layer."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
@@ -39,11 +39,11 @@ class Tally:
         """The slots of this rank, which hold the experts `held` [slots], ran so many `tokens` [slots]."""
         self._tokens.index_add_(0, held, tokens)
 
-    def tell(self) -> Told:
+    def take(self) -> LayerLoad:
         """Everything since the last time."""
-        told = Told(self._tokens.tolist(), self.experts.take(), self.combine.take())
+        load = LayerLoad(self._tokens.tolist(), self.experts.take(), self.combine.take())
         self._tokens.zero_()
-        return told
+        return load
 
 
 class HostTime:
