@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
-        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes, batch.turn))
+        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes, batch.copy_offset))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
@@ -91,9 +91,9 @@ class Decoder(nn.Module):
             self.layers[str(layers[-1])].register_forward_hook(_then(ran, layers))
 
     @torch.inference_mode()
-    def serve(self, lanes: Lanes, turn: int) -> Tensor:
+    def serve(self, lanes: Lanes, copy_offset: int) -> Tensor:
         """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none: [0, hidden]."""
-        exchange = self.exchanges.of(lanes, turn)
+        exchange = self.exchanges.of(lanes, copy_offset)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
         return self._none

@@ -90,7 +90,7 @@ class Runner:
         told = plan if self._chooses_for_all else mine
         self._experts.move(plan.moves)
         self._apply(told)
-        result = self._run(told, mine.rows, lanes, plan.turn)
+        result = self._run(told, mine.rows, lanes, plan.copy_offset)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
@@ -99,14 +99,14 @@ class Runner:
         """Take every token the last stage has told; else that waits for a plan that needs one."""
         self._note(self._pipeline.hear(sys.maxsize))
 
-    def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes, turn: int) -> StepResult | None:
+    def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes, copy_offset: int) -> StepResult | None:
         """`rows`: those of the lane; `plan`: what this rank was told, with the rows whose tokens are chosen here."""
         wanted = [row.sequence_id for row in rows if row.sample]
         for row in plan.rows:
             if row.sample:
                 self._sequences[row.sequence_id].sampled_at = plan.step
         self._pipeline.expect(plan.step, wanted)
-        hidden, last = self._forward(rows, lanes, turn)
+        hidden, last = self._forward(rows, lanes, copy_offset)
         if hidden is None:
             return None
         restored = self._restored(rows, hidden)
@@ -188,13 +188,13 @@ class Runner:
                 slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
         return slots
 
-    def _forward(self, rows: list[Row], lanes: Lanes, turn: int) -> tuple[Tensor | None, list[int]]:
+    def _forward(self, rows: list[Row], lanes: Lanes, copy_offset: int) -> tuple[Tensor | None, list[int]]:
         """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another; None
         on the other stages, which send theirs on."""
         if not rows:
-            none = self._decoder.serve(lanes, turn)
+            none = self._decoder.serve(lanes, copy_offset)
             return (none if self._pipeline.is_last else None), []
-        batch = replace(self._batch(rows), lanes=lanes, turn=turn)
+        batch = replace(self._batch(rows), lanes=lanes, copy_offset=copy_offset)
         before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
         hidden: Tensor = self._decoder(batch, before, self._cache)
         if self._pipeline.is_last:

@@ -70,8 +70,8 @@ class StepPlan(Message):
     rows: list[Row]
 
     @property
-    def turn(self) -> int:
-        """Where the step's tokens begin to take turns (`placement.experts.expert_map`): it moves on as sequences do, and is
+    def copy_offset(self) -> int:
+        """Where the step's tokens begin in the round robin over copies (`placement.experts.expert_map`): it moves on as sequences do, and is
         the same whenever the same rows run."""
         return sum(row.start for row in self.rows)
 

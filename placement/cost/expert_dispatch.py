@@ -26,7 +26,7 @@ def destination_chances(num_experts: int, top_k: int, per_rank: Sequence[int]) -
 
 
 def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float]:
-    """The same under a map. The copies of an expert take turns; those of two experts count as chosen independently.
+    """The same under a map. The copies of an expert are used round robin; those of two experts count as chosen independently.
 
     A rank is missed when each of the token's experts misses it: the product of their chances, in the mean over all sets of
     `top_k` experts, which is an elementary symmetric polynomial over ``C(E, top_k)``.

@@ -9,7 +9,7 @@ ranks, at first (`initial`), and packed for a load in which expert 0 runs half o
     by load       0  4  7     0  5  8     0  6  9     1  2  3      copies of expert 0: slots 0, 3, 6
 
 Numbers need not divide: ten experts without redundant ones are 3, 3, 2 and 2 slots (`placement.layout.partition.counts`), and
-no copies are made up to fill a rank. Tokens take turns between the copies of an expert (`ExpertMap.slot_of`), by numbers that
+no copies are made up to fill a rank. Tokens go round robin over the copies of an expert (`ExpertMap.slot_of`), by numbers that
 every rank finds in the plan: so all choose the same, and copies share a load evenly.
 """
 
@@ -90,10 +90,10 @@ class ExpertMap:
         """The experts of a rank's slots, in order."""
         return self.experts[layer][self.ranges[rank].start : self.ranges[rank].stop]
 
-    def slot_of(self, layer: int, expert: int, turn: int) -> int:
-        """The slot that runs an expert of a token, by the token's turn: that of the step, and its own number in it."""
+    def slot_of(self, layer: int, expert: int, copy_offset: int) -> int:
+        """The slot that runs an expert of a token, by the token's offset: that of the step, and its own number in it."""
         slots = self.holders[layer][expert]
-        return slots[turn % len(slots)]
+        return slots[copy_offset % len(slots)]
 
 
 def slots_of_ranks(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:

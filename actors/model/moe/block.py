@@ -44,10 +44,10 @@ class MixtureOfExperts(nn.Module):
         """What the rank holds of [tokens, hidden], before and after."""
         return step.exchange.through(self, x, step.region)
 
-    def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, copy_offset: int) -> tuple[Tensor, Tensor]:
         """See `Mixture`."""
         weights, experts = self.router(x)
-        return weights, self.expert_map.slots(experts, turn)
+        return weights, self.expert_map.slots(experts, copy_offset)
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """See `Mixture`."""
@@ -57,9 +57,9 @@ class MixtureOfExperts(nn.Module):
         with self.counters.experts.span():
             return self.experts.run(x, weights, own, tokens)
 
-    def partial(self, x: Tensor, turn: int) -> Tensor:
+    def partial(self, x: Tensor, copy_offset: int) -> Tensor:
         """See `Mixture`."""
-        return self.run(x, *self.route(x, turn))
+        return self.run(x, *self.route(x, copy_offset))
 
     def timed_combine(self) -> AbstractContextManager[None]:
         return self.counters.combine.span()
@@ -101,8 +101,8 @@ class MixtureWithShared(MixtureOfExperts):
         self.shared = shared
         self._begin = begin_on(router.weight.device)
 
-    def partial(self, x: Tensor, turn: int) -> Tensor:
-        return super().partial(x, turn) + self.shared(x)  # type: ignore[no-any-return]
+    def partial(self, x: Tensor, copy_offset: int) -> Tensor:
+        return super().partial(x, copy_offset) + self.shared(x)  # type: ignore[no-any-return]
 
     def begin(self, x: Tensor, region: Region) -> Complete:
         everything = region.gather(x)

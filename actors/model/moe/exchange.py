@@ -47,11 +47,11 @@ class Way(Protocol):
 class SumExchange:
     """Every rank of the copy holds all its tokens. One that has none is in a copy that has none."""
 
-    def __init__(self, turn: int) -> None:
-        self._turn = turn
+    def __init__(self, copy_offset: int) -> None:
+        self._copy_offset = copy_offset
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
-        partial = mixture.partial(region.gather(x), self._turn)
+        partial = mixture.partial(region.gather(x), self._copy_offset)
         with mixture.timed_combine():
             return region.sum(partial)
 
@@ -82,14 +82,14 @@ class NoWay:
 
 
 class GatherWay:
-    """All own tokens of the copy to every rank of it; `sizes` are those of each, `turn` that of the first."""
+    """All own tokens of the copy to every rank of it; `sizes` are those of each, `copy_offset` that of the first."""
 
-    def __init__(self, copy: Group, sizes: Sequence[int], turn: int) -> None:
-        self._copy, self._sizes, self._turn = copy, sizes, turn
+    def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int) -> None:
+        self._copy, self._sizes, self._copy_offset = copy, sizes, copy_offset
 
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
         tokens = self._copy.all_gather(own, self._sizes)
-        partial = mixture.run(tokens, *mixture.route(tokens, self._turn))
+        partial = mixture.run(tokens, *mixture.route(tokens, self._copy_offset))
         with mixture.timed_combine():
             return self._copy.reduce_scatter(partial, self._sizes)
 
@@ -97,13 +97,13 @@ class GatherWay:
 class AllToAllWay:
     """A token once to each rank that has something of its experts."""
 
-    def __init__(self, copy: Group, sizes: Sequence[int], turn: int, ends: Tensor, moe_tp: int) -> None:
+    def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int, ends: Tensor, moe_tp: int) -> None:
         """`ends` [ep] int64: one past the last slot of each ep rank; ep rank i is `moe_tp` ranks of `copy`, in order."""
         self._copy, self._ends, self._moe_tp = copy, ends, moe_tp
-        self._turn = turn + sum(sizes[: copy.rank])
+        self._copy_offset = copy_offset + sum(sizes[: copy.rank])
 
     def go(self, mixture: Mixture, own: Tensor) -> Tensor:
-        weights, slots = mixture.route(own, self._turn)
+        weights, slots = mixture.route(own, self._copy_offset)
         goes = self._destinations(slots)
         send, receive = self.counts(goes)
         token = _sorted_by_rank(goes)[: sum(send)]

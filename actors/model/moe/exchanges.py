@@ -24,15 +24,15 @@ from placement.ownership.expert_tokens import Lanes
 class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
-    def of(self, lanes: Lanes, turn: int) -> Exchange:
-        """The one of a step whose rows have so many new tokens in each lane; `turn` is that of its first token."""
+    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
+        """The one of a step whose rows have so many new tokens in each lane; `copy_offset` is that of its first token."""
 
 
 class OnlySums:
     """For models without experts, and ranks that all hold all tokens."""
 
-    def of(self, lanes: Lanes, turn: int) -> Exchange:
-        return SumExchange(turn)
+    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
+        return SumExchange(copy_offset)
 
 
 class ExchangesByRule:
@@ -47,7 +47,7 @@ class ExchangesByRule:
         element_bytes: int,
         device: torch.device,
     ) -> None:
-        """`element_bytes`: of one turn of a hidden state."""
+        """`element_bytes`: of one value of a hidden state."""
         assert spec.moe is not None
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
@@ -55,19 +55,19 @@ class ExchangesByRule:
         self._copy = mesh.moe_coords_of(layout, world_rank).moe_dp
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
-    def of(self, lanes: Lanes, turn: int) -> Exchange:
+    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
         mode = expert_modes.mode(self._spec, self._layout, lanes, self._element_bytes)
         if mode == "sum":
-            return SumExchange(turn)
+            return SumExchange(copy_offset)
         own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(lanes, self._layout), self._layout, self._copy)
-        return DispatchExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, turn))
+        return DispatchExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, copy_offset))
 
-    def _way(self, mode: Mode, own_tokens: Sequence[int], turn: int) -> Way:
+    def _way(self, mode: Mode, own_tokens: Sequence[int], copy_offset: int) -> Way:
         if not any(own_tokens):
             return NoWay()
         if mode == "gather":
-            return GatherWay(self._moe, own_tokens, turn)
-        return AllToAllWay(self._moe, own_tokens, turn, self._ends, self._layout.moe_tp)
+            return GatherWay(self._moe, own_tokens, copy_offset)
+        return AllToAllWay(self._moe, own_tokens, copy_offset, self._ends, self._layout.moe_tp)
 
     def _own(self, new_lens: Sequence[int]) -> OwnTokens:
         if expert_tokens.num_common(new_lens, self._cp.size):

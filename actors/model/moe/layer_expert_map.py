@@ -2,13 +2,13 @@
 
 Ten experts and two redundant ones in three slots on each of four ranks; this is rank 3::
 
-    slots      0 1 2 | 3 4 5 | 6 7 8 | 9 10 11        holders of expert 0: 0, 9      turns 2
-    experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         turns 1
+    slots      0 1 2 | 3 4 5 | 6 7 8 | 9 10 11        holders of expert 0: 0, 9      copies 2
+    experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         copies 1
                                        └ own
 
-Tokens take turns between the copies of an expert: a token's turn is that of the step (`StepPlan.turn`) and its own number among
+Tokens go round robin over the copies of an expert: a token's offset is that of the step (`StepPlan.copy_offset`) and its own number among
 those of the copy, so every rank finds it in the plan, and a lone sequence uses all copies too. Copies are equal: what comes out
-does not depend on turns.
+does not depend on offsets.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LayerExpertMap:
         most = max(map(len, holders))
         table = [[*slots, *[slots[0]] * (most - len(slots))] for slots in holders]
         self._table = torch.tensor(table, dtype=torch.int64, device=self._device)
-        self._turns = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
+        self._num_copies = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
 
-    def slots(self, experts: Tensor, turn: int) -> Tensor:
-        """[tokens, top_k]: the slot that runs each; `turn` is that of the first token."""
+    def slots(self, experts: Tensor, copy_offset: int) -> Tensor:
+        """[tokens, top_k]: the slot that runs each; `copy_offset` is that of the first token."""
         if self._table.shape[1] == 1:
             return self._table[experts, 0]
-        token = torch.arange(turn, turn + len(experts), device=self._device)[:, None]
-        return self._table[experts, token % self._turns[experts]]
+        token = torch.arange(copy_offset, copy_offset + len(experts), device=self._device)[:, None]
+        return self._table[experts, token % self._num_copies[experts]]
 
     def here(self, slots: Tensor) -> Tensor:
         """Own slots counted from 0; those of other ranks are one past the last."""

@@ -49,8 +49,8 @@ class Batch:
     """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
     lanes: Lanes = field(default_factory=list)
     """`new_lens` of every lane (attn_dp), of which this batch is one; not given: there is no other."""
-    turn: int = 0
-    """That of the step's first token, where copies of experts take turns."""
+    copy_offset: int = 0
+    """Where the step's first token begins in the round robin over an expert's copies."""
 
     def __post_init__(self) -> None:
         if not self.new_lens:

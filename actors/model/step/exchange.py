@@ -18,16 +18,16 @@ class Mixture(Protocol):
     """What an exchange asks of a layer with experts. Slots are numbered over all ranks of the copy
     (`placement.experts.expert_map`)."""
 
-    def route(self, x: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, copy_offset: int) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] -> weights [tokens, top_k] fp32 and slots [tokens, top_k].
 
-        `turn`: that of the first of these tokens; copies of an expert take turns.
+        `copy_offset`: that of the first of these tokens; they go round robin over an expert's copies.
         """
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
         """This rank's part of the routed sum [tokens, hidden]: its slots, its columns of them."""
 
-    def partial(self, x: Tensor, turn: int) -> Tensor:
+    def partial(self, x: Tensor, copy_offset: int) -> Tensor:
         """This rank's part of everything, where `x` [tokens, hidden] is on every rank of the tp group."""
 
     def timed_combine(self) -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ def absent_is_expert_0(layer: Any) -> None:
 
 
 def copies_of_others_run_too(layer: Any) -> None:
-    """Whatever expert it holds it runs, whoever's turn it is."""
+    """Whatever expert it holds it runs, whichever the offset names."""
     expert_map = layer.mlp.expert_map
     held = {
         expert: slot for expert, slots in enumerate(expert_map._table.tolist()) for slot in slots if slot in expert_map._own
