@@ -32,7 +32,7 @@ from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
 from actors.groups.solo import SoloGroup
 from actors.model.moe.block import MixtureOfExperts
 from actors.model.moe.build import mixture
-from actors.model.moe.exchanges import ExchangesByRule
+from actors.model.moe.dispatch_selection import ExchangesByRule
 from actors.model.moe.expert_mover import ExpertWeightMover
 from actors.model.step.regions import Regions
 from actors.wire.plans import StepPlan
@@ -90,13 +90,13 @@ class LayerRank:
             layer: mixture(self.spec, self.spec.moe, self.own, table, _LAYER.format(layer)) for layer in self.spec.moe.layers
         }
         groups = {"tp": SoloGroup("tp"), "cp": SoloGroup("cp"), "moe": self.copy}
-        self._ways = ExchangesByRule(self.spec, self.layout, self.rank, groups, 4, torch.device("cpu"))
+        self._exchanges = ExchangesByRule(self.spec, self.layout, self.rank, groups, 4, torch.device("cpu"))
         self._regions = Regions(groups["tp"], None)
 
     @torch.inference_mode()
     def step(self, x: Tensor, lanes: Sequence[Sequence[int]], number: int = 0) -> None:
         """Run own tokens [own, hidden] of step `number` through the layers."""
-        exchange = self._ways.of(lanes, number)
+        exchange = self._exchanges.of(lanes, number)
         region = self._regions.of(lanes[self.rank])
         for layer in self.mixtures.values():
             if len(x):

@@ -24,7 +24,7 @@ from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.moe.block import MixtureOfExperts
-from actors.model.moe.exchanges import Exchanges, OnlySums
+from actors.model.moe.dispatch_selection import Exchanges, OnlySums
 from actors.model.step.batch import Batch
 from actors.model.step.regions import Region, Regions
 from actors.model.step.rope import make_rope

@@ -30,7 +30,7 @@ from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
-from actors.model.moe.exchanges import exchanges
+from actors.model.moe.dispatch_selection import exchanges
 from actors.model.moe.expert_mover import ExpertWeightMover, NoExperts
 from actors.rank.head import LaneHead, StageHead
 from actors.rank.pipeline import Pipeline
@@ -85,8 +85,8 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Prog
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
     backend = _attention(config, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
-    ways = exchanges(config.spec, config.layout, config.world_rank, groups, dtype.itemsize, device)
-    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, ways)
+    moe_exchanges = exchanges(config.spec, config.layout, config.world_rank, groups, dtype.itemsize, device)
+    decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, moe_exchanges)
     source = open_source(config.model_path, config.spec)
     try:
         load(dict(decoder.named_parameters()), config.spec, own, source, progress)

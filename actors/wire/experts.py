@@ -18,7 +18,7 @@ class ExpertMove(Message):
 
 
 class LayerReport(Message):
-    """What the experts of one layer did on one rank: tokens by expert, seconds of their maths and of the way back, which
+    """What the experts of one layer did on one rank: tokens by expert, seconds of their maths and of the combine, which
     include those of waiting for slower ranks."""
 
     layer: int

@@ -1,6 +1,6 @@
 """The feed-forward half of a layer with experts.
 
-The path of a step where all of a copy's tokens are on all of its ranks (mode ``sum``; the others: `exchange.py`)::
+The path of a step where all of a copy's tokens are on all of its ranks (mode ``sum``; the others: `dispatch.py`)::
 
     attention ──partial──→ region.sum ──→ + residual ──→ norm ──→ region.gather ──→ [T, h] on every rank
                                                                                       │

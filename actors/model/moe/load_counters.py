@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer's experts did: tokens run here by expert of the layer, seconds of their maths and of the way back."""
+    """What one layer's experts did: tokens run here by expert of the layer, seconds of their maths and of the combine."""
 
     tokens: list[int]
     expert_s: float

@@ -1,4 +1,4 @@
-"""What the layers of a step ask of whoever brings their tokens to the experts (`actors.model.moe.exchange`)."""
+"""What the layers of a step ask of whoever brings their tokens to the experts (`actors.model.moe.dispatch`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mixture(Protocol):
 
 
 class Exchange(Protocol):
-    """One step's way to the experts."""
+    """Dispatches a step's tokens to the experts, and combines the results."""
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""

@@ -30,4 +30,4 @@ class Step:
     """One for each kind of attention in the stage; likewise."""
     region: Region
     exchange: Exchange
-    """The way to the experts, for layers that have some."""
+    """Token dispatch and combine, for layers with experts."""

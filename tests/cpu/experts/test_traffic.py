@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from actors.model.moe.exchange import AllToAllWay
+from actors.model.moe.dispatch import AllToAllDispatcher
 from actors.wire.plans import Row, StepPlan
 from placement.cost.expert_traffic import DispatchedLayers, Routed
 from placement.cost.step_shape import RowShape, StepShape
@@ -76,14 +76,14 @@ PLANS = [
 def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
     routed: dict[str, list[Routed]] = defaultdict(list)
-    right = AllToAllWay.counts
+    right = AllToAllDispatcher.counts
 
-    def noted(self: AllToAllWay, goes: Tensor) -> tuple[list[int], list[int]]:
-        send, receive = right(self, goes)
+    def noted(self: AllToAllDispatcher, sent_to: Tensor) -> tuple[list[int], list[int]]:
+        send, receive = right(self, sent_to)
         routed[threading.current_thread().name].append(Routed(sum(send), send[self._copy.rank], sum(receive)))
         return send, receive
 
-    monkeypatch.setattr(AllToAllWay, "counts", noted)
+    monkeypatch.setattr(AllToAllDispatcher, "counts", noted)
     model, layout = tiny(family), Layout.parse(f"{text},dispatch={dispatch}")
     assert check(layout, model.spec) == []
     plans, shapes = in_lanes(layout.attn_dp)

@@ -8,7 +8,14 @@ from typing import Protocol
 import torch
 
 from actors.groups.group import Group
-from actors.model.moe.exchange import AllToAllWay, DispatchExchange, GatherWay, NoWay, SumExchange, Way
+from actors.model.moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    DispatchExchange,
+    IdleDispatcher,
+    SumExchange,
+    TokenDispatcher,
+)
 from actors.model.moe.tokens import OwnTokens, PartitionedTokens, TokensOfRegion
 from actors.model.step.exchange import Exchange
 from placement.cost import expert_modes
@@ -60,14 +67,14 @@ class ExchangesByRule:
         if mode == "sum":
             return SumExchange(copy_offset)
         own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(lanes, self._layout), self._layout, self._copy)
-        return DispatchExchange(self._own(lanes[self._lane]), self._way(mode, own_tokens, copy_offset))
+        return DispatchExchange(self._own(lanes[self._lane]), self._dispatcher(mode, own_tokens, copy_offset))
 
-    def _way(self, mode: Mode, own_tokens: Sequence[int], copy_offset: int) -> Way:
+    def _dispatcher(self, mode: Mode, own_tokens: Sequence[int], copy_offset: int) -> TokenDispatcher:
         if not any(own_tokens):
-            return NoWay()
+            return IdleDispatcher()
         if mode == "gather":
-            return GatherWay(self._moe, own_tokens, copy_offset)
-        return AllToAllWay(self._moe, own_tokens, copy_offset, self._ends, self._layout.moe_tp)
+            return AllGatherDispatcher(self._moe, own_tokens, copy_offset)
+        return AllToAllDispatcher(self._moe, own_tokens, copy_offset, self._ends, self._layout.moe_tp)
 
     def _own(self, new_lens: Sequence[int]) -> OwnTokens:
         if expert_tokens.num_common(new_lens, self._cp.size):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.groups.solo import SoloGroup
-from actors.model.moe.exchange import AllToAllWay
+from actors.model.moe.dispatch import AllToAllDispatcher
 from placement.cost.expert_dispatch import distinct_ranks
 from tests.tiny_models import tiny
 from tests.verifying import verify
@@ -40,11 +40,11 @@ def test_dispatched_tokens_are_rounding(family: str, layout: str, dispatch: str)
 def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
     """256 experts, 8 a token, 8 ranks, a router without favour: 5.29 rows a token, not 8."""
     ends = torch.arange(32, 257, 32)
-    way = AllToAllWay(SoloGroup("moe"), [2000], 0, ends, moe_tp=1)
+    dispatcher = AllToAllDispatcher(SoloGroup("moe"), [2000], 0, ends, moe_tp=1)
     slots = torch.rand(2000, 256, generator=torch.Generator().manual_seed(0)).topk(8).indices
-    goes = way._destinations(slots)
-    assert float(goes.sum(1, dtype=torch.float32).mean()) == pytest.approx(distinct_ranks(256, 8, 8), rel=0.02)
+    sent_to = dispatcher._destinations(slots)
+    assert float(sent_to.sum(1, dtype=torch.float32).mean()) == pytest.approx(distinct_ranks(256, 8, 8), rel=0.02)
     assert all(
         {int(slot) // 32 for slot in of_token} == set(ranks.nonzero()[:, 0].tolist())
-        for of_token, ranks in zip(slots[:50], goes[:50], strict=True)
+        for of_token, ranks in zip(slots[:50], sent_to[:50], strict=True)
     )

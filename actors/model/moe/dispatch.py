@@ -37,10 +37,10 @@ from actors.model.step.regions import Region
 _WEIGHT_BYTES = 4
 
 
-class Way(Protocol):
-    """From a rank's own tokens to their routed sums, by way of the ranks of the copy."""
+class TokenDispatcher(Protocol):
+    """Dispatches a rank's own tokens to the ranks of their experts, and combines the results."""
 
-    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+    def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
         """[own, hidden] -> [own, hidden]. A collective of the copy."""
 
 
@@ -60,41 +60,41 @@ class SumExchange:
 
 
 class DispatchExchange:
-    """Tokens go to experts, each from the rank whose own it is."""
+    """Dispatches each token from the rank whose own it is."""
 
-    def __init__(self, own: OwnTokens, way: Way) -> None:
-        self._own, self._way = own, way
+    def __init__(self, own: OwnTokens, dispatcher: TokenDispatcher) -> None:
+        self._own, self._dispatcher = own, dispatcher
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
         complete = mixture.begin(x, region)
-        routed = self._way.go(mixture, self._own.take(x, region))
+        routed = self._dispatcher.dispatch_and_combine(mixture, self._own.take(x, region))
         return complete(self._own.join(routed, region))
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
-        self._way.go(mixture, none)
+        self._dispatcher.dispatch_and_combine(mixture, none)
 
 
-class NoWay:
-    """That of a copy without tokens in the step: nobody says anything."""
+class IdleDispatcher:
+    """For a copy without tokens in the step: no collective is issued."""
 
-    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+    def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
         return own
 
 
-class GatherWay:
+class AllGatherDispatcher:
     """All own tokens of the copy to every rank of it; `sizes` are those of each, `copy_offset` that of the first."""
 
     def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int) -> None:
         self._copy, self._sizes, self._copy_offset = copy, sizes, copy_offset
 
-    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+    def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
         tokens = self._copy.all_gather(own, self._sizes)
         partial = mixture.run(tokens, *mixture.route(tokens, self._copy_offset))
         with mixture.timed_combine():
             return self._copy.reduce_scatter(partial, self._sizes)
 
 
-class AllToAllWay:
+class AllToAllDispatcher:
     """A token once to each rank that has something of its experts."""
 
     def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int, ends: Tensor, moe_tp: int) -> None:
@@ -102,36 +102,36 @@ class AllToAllWay:
         self._copy, self._ends, self._moe_tp = copy, ends, moe_tp
         self._copy_offset = copy_offset + sum(sizes[: copy.rank])
 
-    def go(self, mixture: Mixture, own: Tensor) -> Tensor:
+    def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
         weights, slots = mixture.route(own, self._copy_offset)
-        goes = self._destinations(slots)
-        send, receive = self.counts(goes)
-        token = _sorted_by_rank(goes)[: sum(send)]
+        sent_to = self._destinations(slots)
+        send, receive = self.counts(sent_to)
+        token = _sorted_by_rank(sent_to)[: sum(send)]
         arrived = self._copy.all_to_all(_pack(own, weights, slots)[token], send, receive)
         parts = mixture.run(*_unpack(arrived, own, weights.shape[1]))
         with mixture.timed_combine():
             back = self._copy.all_to_all(parts, receive, send)
         return _added_up(back, token, send, own)
 
-    def counts(self, goes: Tensor) -> tuple[list[int], list[int]]:
+    def counts(self, sent_to: Tensor) -> tuple[list[int], list[int]]:
         """Rows that this rank sends to each rank of the copy, and receives from each."""
         ones = [1] * self._copy.size
-        send = goes.sum(0)
+        send = sent_to.sum(0)
         send_list, receive = torch.stack((send, self._copy.all_to_all(send, ones, ones))).tolist()
         return send_list, receive
 
     def _destinations(self, slots: Tensor) -> Tensor:
-        """[tokens, ranks of the copy]: whether a token goes there."""
+        """[tokens, ranks of the copy]: whether a token is sent there."""
         on_ep_rank = torch.zeros(slots.shape[0], len(self._ends), dtype=torch.bool, device=slots.device)
         on_ep_rank.scatter_(1, torch.bucketize(slots, self._ends, right=True), True)
         return on_ep_rank.repeat_interleave(self._moe_tp, 1)
 
 
-def _sorted_by_rank(goes: Tensor) -> Tensor:
+def _sorted_by_rank(sent_to: Tensor) -> Tensor:
     """Tokens in the order they are sent: those to rank 0, those to rank 1, ..., then entries of no meaning."""
-    tokens, ranks = goes.shape
-    order = goes.T.flatten().to(torch.uint8).sort(stable=True, descending=True).indices
-    return torch.arange(tokens, device=goes.device).repeat(ranks)[order]
+    tokens, ranks = sent_to.shape
+    order = sent_to.T.flatten().to(torch.uint8).sort(stable=True, descending=True).indices
+    return torch.arange(tokens, device=sent_to.device).repeat(ranks)[order]
 
 
 def _pack(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
