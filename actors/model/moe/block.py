@@ -22,11 +22,11 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from actors.model.layers.layers import linear
-from actors.model.moe.beside import begin_on
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.model.moe.load_counters import LoadCounters
 from actors.model.moe.router import Router
+from actors.model.moe.shared_expert import begin_on
 from actors.model.step.exchange import Complete
 from actors.model.step.regions import Region
 from actors.model.step.step import Step
