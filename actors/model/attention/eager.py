@@ -1,7 +1,7 @@
 """Attention with its log-sum-exp written out in matrix products: any device, any dtype, any mask.
 
 Where no kernel returns what is needed. The caller bounds the scores: masks are made for few queries at a time
-(`actors.model.attention.context.sights`), and without a mask queries go in blocks of at most `_MOST_SCORES` scores.
+(`actors.model.attention.context.mask_spans`), and without a mask queries go in blocks of at most `_MOST_SCORES` scores.
 """
 
 from __future__ import annotations

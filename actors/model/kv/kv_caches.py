@@ -2,7 +2,7 @@
 
 One block table serves them all: block 7 of a sequence is page 7 in every layer, whatever a page holds there::
 
-    layers with everything in sight     | page 0 | page 1 | ...     2 KV heads a page
+    layers with full attention          | page 0 | page 1 | ...     2 KV heads a page
     layers with a window                | page 0 | page 1 | ...     4 KV heads a page
 """
 

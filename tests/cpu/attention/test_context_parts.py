@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.model.attention.context.sights import sights
+from actors.model.attention.context.mask_spans import mask_spans
 from actors.model.attention.cpu.flash import flash_with_lse
 from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial, choose_cuda_partial
@@ -69,7 +69,7 @@ def test_packing_keeps_the_lse_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 @pytest.mark.parametrize("seed", range(10))
-def test_sights_show_each_query_what_it_sees_and_nothing_else(seed: int, window: int | None) -> None:
+def test_mask_spans_show_each_query_what_it_sees_and_nothing_else(seed: int, window: int | None) -> None:
     rng = random.Random(seed)
     start, count, cp = rng.randint(0, 20), rng.randint(1, 40), rng.randint(1, 4)
     runs = spans(start, count, cp, rng.randrange(cp))
@@ -79,7 +79,7 @@ def test_sights_show_each_query_what_it_sees_and_nothing_else(seed: int, window:
     for keys in (owned, visiting, np.arange(start + count), np.zeros(0, np.int64)):
         q, k, v = inputs(len(at), max(1, len(keys)), seed=seed)
         total = Sum(4, len(at), 8, CPU)
-        for call in sights(runs, keys, window, CPU):
+        for call in mask_spans(runs, keys, window, CPU):
             parts = (q[:, :, call.queries], k[:, :, call.keys], v[:, :, call.keys])
             out, lse = flash_with_lse(*parts, 0.3, causal=call.causal, mask=call.mask)
             total.add(call.queries, out[0], lse[0])

@@ -82,7 +82,7 @@ class _Layer:
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """For some of `q` at a time: which, the part [heads, tokens, part_dim] they got, and its LSE."""
         queries = q.transpose(0, 1).unsqueeze(0)
-        for call in self.plan.sights(run, spans, self.window):
+        for call in self.plan.mask_spans(run, spans, self.window):
             out, lse = self.kernel.dense(
                 queries[:, :, call.queries],
                 keys[:, :, call.keys],

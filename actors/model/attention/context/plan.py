@@ -11,9 +11,9 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.attention.context.dcp_heads import HeadExchange
+from actors.model.attention.context.mask_spans import MaskSpan, mask_spans
 from actors.model.attention.context.pass_q import QueryExchange
 from actors.model.attention.context.shares import KeyRun, RowShare, Shelf, shares
-from actors.model.attention.context.sights import Sight, sights
 from actors.model.attention.context.visits import Gathered, Ring, Style
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention.partial import PagedTask, PartialKernel
@@ -44,7 +44,7 @@ class ContextPlan:
     def __init__(self, batch: Batch, cache: KVCache, setting: Setting) -> None:
         self._cache, self._place, self._kernel = cache, setting.place, setting.kernel
         place, cp, self.heads = setting.place, setting.cp, setting.heads
-        self._sights: dict[tuple[int, tuple[range, ...], int | None], list[Sight]] = {}
+        self._mask_spans: dict[tuple[int, tuple[range, ...], int | None], list[MaskSpan]] = {}
         self._decode: dict[int | None, Sequence[PagedTask]] = {}
         rows = shares(batch, place)
         whole = [row for row in rows if not row.is_split and row.has_shared_keys]
@@ -68,12 +68,12 @@ class ContextPlan:
         self.num_queries = sum(_length(row.tokens) for row in passing_queries)
         self.style = self._style(cp, setting.style) if self.split else None
 
-    def sights(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[Sight]:
+    def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
         """The kernel calls of queries at `spans` over the keys of `run`, made once a step."""
         key = (id(run), spans, window)
-        if key not in self._sights:
-            self._sights[key] = sights(spans, run.positions, window, self._cache.device)
-        return self._sights[key]
+        if key not in self._mask_spans:
+            self._mask_spans[key] = mask_spans(spans, run.positions, window, self._cache.device)
+        return self._mask_spans[key]
 
     def decode(self, window: int | None) -> Sequence[PagedTask]:
         """Tasks of the decode rows that see keys in own pages; their tokens are numbered as shared."""

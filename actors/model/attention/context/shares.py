@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.model.attention.context.sights import Positions
+from actors.model.attention.context.mask_spans import Positions
 from actors.model.step.batch import Batch
 from placement.ownership.context import ContextRank, Ownership, is_split
 

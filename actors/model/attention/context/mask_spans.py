@@ -28,7 +28,7 @@ _QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Sight:
+class MaskSpan:
     """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, 0 or -inf."""
 
     queries: slice
@@ -37,7 +37,7 @@ class Sight:
     mask: Tensor | None = None
 
 
-def sights(spans: Sequence[range], keys: Positions, window: int | None, device: torch.device) -> list[Sight]:
+def mask_spans(spans: Sequence[range], keys: Positions, window: int | None, device: torch.device) -> list[MaskSpan]:
     """The calls that give the queries of `spans`, laid end to end, everything they see of `keys`.
 
     A query at position p sees the keys ``[p - window + 1, p]``. Queries that see nothing are in no call.
@@ -46,14 +46,14 @@ def sights(spans: Sequence[range], keys: Positions, window: int | None, device: 
         return []
     starts = [0, *accumulate(map(len, spans))]
     if window is None and keys[-1] < min(span.start for span in spans):
-        return [Sight(slice(0, starts[-1]), slice(0, len(keys)))]
+        return [MaskSpan(slice(0, starts[-1]), slice(0, len(keys)))]
     calls = []
     for start, span in zip(starts, spans, strict=False):
         calls += [_moved(call, start) for call in _of_span(span, keys, window, device)]
     return calls
 
 
-def _of_span(span: range, keys: Positions, window: int | None, device: torch.device) -> Iterator[Sight]:
+def _of_span(span: range, keys: Positions, window: int | None, device: torch.device) -> Iterator[MaskSpan]:
     stop = int(np.searchsorted(keys, span.stop))
     first = 0 if window is None else int(np.searchsorted(keys, span.start - window + 1))
     if first >= stop:
@@ -64,21 +64,21 @@ def _of_span(span: range, keys: Positions, window: int | None, device: torch.dev
     before = int(np.searchsorted(keys, span.start))
     everyone = slice(0, len(span))
     if first < before:
-        yield Sight(everyone, slice(first, before))
+        yield MaskSpan(everyone, slice(first, before))
     if before < stop:
         among = slice(before, stop)
         if stop - before == len(span):  # ascending, and as many as there are places: all of them
-            yield Sight(everyone, among, causal=True)
+            yield MaskSpan(everyone, among, causal=True)
         else:
-            yield Sight(everyone, among, mask=_mask(span, keys[among], window, device))
+            yield MaskSpan(everyone, among, mask=_mask(span, keys[among], window, device))
 
 
-def _in_blocks(span: range, keys: Positions, window: int, device: torch.device) -> Iterator[Sight]:
+def _in_blocks(span: range, keys: Positions, window: int, device: torch.device) -> Iterator[MaskSpan]:
     for start in range(0, len(span), _QUERY_BLOCK):
         block = span[start : start + _QUERY_BLOCK]
         seen = slice(int(np.searchsorted(keys, block.start - window + 1)), int(np.searchsorted(keys, block.stop)))
         if seen.start < seen.stop:
-            yield Sight(slice(start, start + len(block)), seen, mask=_mask(block, keys[seen], window, device))
+            yield MaskSpan(slice(start, start + len(block)), seen, mask=_mask(block, keys[seen], window, device))
 
 
 def _mask(span: range, keys: Positions, window: int | None, device: torch.device) -> Tensor:
@@ -88,6 +88,6 @@ def _mask(span: range, keys: Positions, window: int | None, device: torch.device
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[None, None]
 
 
-def _moved(call: Sight, by: int) -> Sight:
+def _moved(call: MaskSpan, by: int) -> MaskSpan:
     queries = slice(call.queries.start + by, call.queries.stop + by)
-    return Sight(queries, call.keys, call.causal, call.mask)
+    return MaskSpan(queries, call.keys, call.causal, call.mask)
