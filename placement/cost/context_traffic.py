@@ -95,7 +95,7 @@ class _Step:
         rank = self.coords.cp if cp_rank is None else cp_rank
         return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
 
-    def visiting_bytes(self, cp_rank: int) -> int:
+    def passed_kv_bytes(self, cp_rank: int) -> int:
         """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are exchanged."""
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
@@ -130,7 +130,7 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
     if rows.whole:
         yield all_gather("attention: parts", "cp", layout.cp, group_heads * rows.run(rows.whole) * rows.part_bytes, calls)
     if rows.split:
-        yield from _visits(rows, calls)
+        yield from _pass_kv(rows, calls)
     if rows.passing_queries:
         mine = rows.run(rows.passing_queries) * group_heads
         everybody = group_heads * sum(rows.run(rows.passing_queries, rank) for rank in range(layout.cp))
@@ -143,13 +143,13 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
         yield all_to_all("attention: parts of queries", "dcp", layout.dcp, sent, kept, calls)
 
 
-def _visits(rows: _Step, calls: int) -> Iterator[TrafficEntry]:
+def _pass_kv(rows: _Step, calls: int) -> Iterator[TrafficEntry]:
     """Keys and values of split rows, by `cp_style`."""
     cp, here = rows.layout.cp, rows.coords.cp
     where = "attention: keys and values"
     if rows.layout.cp_style == "allgather":
-        yield all_gather(where, "cp", cp, rows.visiting_bytes(here), calls)
+        yield all_gather(where, "cp", cp, rows.passed_kv_bytes(here), calls)
         return
-    for turn in range(cp - 1):
-        yield send(where, "cp", cp, rows.visiting_bytes((here - turn) % cp), calls)
-        yield recv(where, "cp", cp, rows.visiting_bytes((here - turn - 1) % cp), calls)
+    for kv_step in range(cp - 1):
+        yield send(where, "cp", cp, rows.passed_kv_bytes((here - kv_step) % cp), calls)
+        yield recv(where, "cp", cp, rows.passed_kv_bytes((here - kv_step - 1) % cp), calls)

@@ -74,9 +74,9 @@ def test_mask_spans_show_each_query_what_it_sees_and_nothing_else(seed: int, win
     start, count, cp = rng.randint(0, 20), rng.randint(1, 40), rng.randint(1, 4)
     runs = spans(start, count, cp, rng.randrange(cp))
     owned = Ownership(rng.randint(1, 3), 0, 4).positions(start + count)
-    visiting = np.concatenate([np.arange(run.start, run.stop) for run in spans(start, count, cp, rng.randrange(cp))])
+    passed = np.concatenate([np.arange(run.start, run.stop) for run in spans(start, count, cp, rng.randrange(cp))])
     at = torch.tensor([position for run in runs for position in run])
-    for keys in (owned, visiting, np.arange(start + count), np.zeros(0, np.int64)):
+    for keys in (owned, passed, np.arange(start + count), np.zeros(0, np.int64)):
         q, k, v = inputs(len(at), max(1, len(keys)), seed=seed)
         total = Sum(4, len(at), 8, CPU)
         for call in mask_spans(runs, keys, window, CPU):

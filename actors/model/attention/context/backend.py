@@ -2,9 +2,9 @@
 
 Each query's answer is the sum of parts over disjoint keys, joined by their log-sum-exp::
 
-    fresh     own heads      keys at hand or visiting: this step's own tokens
+    fresh     own heads      keys at hand or passed:  this step's own tokens
     shared    all heads of   keys that owners hold:  - decode and short chunks: own pages here, summed over cp
-              the dcp group                          - split rows: visiting pages, or own queries visiting pages
+              the dcp group                          - split rows: passed pages, or own queries passed to the pages
                   └── back to own heads, summed over dcp ──┐
     answer  =  fresh + ────────────────────────────────────┘
 
@@ -28,9 +28,9 @@ from actors.groups.group import Group
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.context.dcp_heads import HeadExchange
 from actors.model.attention.context.forms import Form, Meeting, plain_meeting
+from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextPlan, Setting
 from actors.model.attention.context.shares import KeyRun, RowShare
-from actors.model.attention.context.visits import Style
 from actors.model.attention.partial import PartialKernel
 from actors.model.attention.parts import Sum, merge_packed, pack
 from actors.model.kv.kv_cache import KVCache
@@ -161,16 +161,16 @@ class ContextAttention:
         cache.write_kept(layer, plan.slots, kept[plan.kept])
         fresh = Sum(q.shape[1], q.shape[0], meeting.answer_dim, q.device)
         shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
-        visitors = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
+        shared_q = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
         for run in plan.chunks:
             call.add_fresh(fresh, meeting, run, kept[run.row.tokens])
         if plan.num_whole:
-            self._add_whole_rows(shared, visitors, call)
+            self._add_whole_rows(shared, shared_q, call)
         if plan.style is not None:
-            self._add_visits(plan.style, fresh, shared, meeting, visitors, self._contribution(kept, call), call)
+            self._add_passed_kv(plan.style, fresh, shared, meeting, shared_q, self._contribution(kept, call), call)
         if plan.queries is not None:
             rows = slice(len(plan.shared) - plan.num_queries, len(plan.shared))
-            shared.add(rows, *plan.queries.attend(visitors[rows], form.part_dim, call.add_pages))
+            shared.add(rows, *plan.queries.attend(shared_q[rows], form.part_dim, call.add_pages))
         if len(plan.shared):
             out, lse = plan.heads.scatter(shared, q.dtype)
             fresh.add(plan.shared, form.answers(out.to(q.dtype)), lse)
@@ -201,14 +201,14 @@ class ContextAttention:
                 parts.append(call.cache.joined(keys[0], values[0]).transpose(0, 1))
         return torch.cat(parts)
 
-    def _add_visits(
-        self, style: Style, fresh: Sum, shared: Sum, meeting: Meeting, visitors: Tensor, own: Tensor, call: _Layer
+    def _add_passed_kv(
+        self, style: Style, fresh: Sum, shared: Sum, meeting: Meeting, shared_q: Tensor, own: Tensor, call: _Layer
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
-        for visit, tensor in style.visits(own):
-            call.cache.write_kept(call.layer, visit.slots, tensor[visit.kept])
-            for run in visit.fresh:
+        for kv_step, tensor in style.kv_steps(own):
+            call.cache.write_kept(call.layer, kv_step.slots, tensor[kv_step.kept])
+            for run in kv_step.fresh:
                 call.add_fresh(fresh, meeting, run, tensor[run.keys])
-            for run in visit.cached:
+            for run in kv_step.cached:
                 at = call.plan.shared_at[run.row.index]
-                call.add_shared(shared, at, visitors[at], run.row.spans, run, *call.form.keys_values(tensor[run.keys]))
+                call.add_shared(shared, at, shared_q[at], run.row.spans, run, *call.form.keys_values(tensor[run.keys]))

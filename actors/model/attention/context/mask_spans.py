@@ -1,7 +1,7 @@
 """Which keys a run of queries sees, by true positions, as kernel calls that need no mask wherever that is possible.
 
 Queries are a run of neighbouring positions; keys are any ascending positions: a chunk, the two chunks of a zig-zag rank, or
-the pages one owner holds of a sequence. Queries 6-8 over the keys of three visitors::
+the pages one owner holds of a sequence. Queries 6-8 over the keys of three pass-KV steps::
 
     keys 0 1 2 | 3 4 5          all before 6: one rectangle, no mask
     keys 3 4 5 | 6 7 8          a rectangle for 3-5, the causal triangle for 6-8

@@ -12,9 +12,9 @@ from torch import Tensor
 from actors.groups.group import Group
 from actors.model.attention.context.dcp_heads import HeadExchange
 from actors.model.attention.context.mask_spans import MaskSpan, mask_spans
+from actors.model.attention.context.pass_kv import Gathered, Ring, Style
 from actors.model.attention.context.pass_q import QueryExchange
 from actors.model.attention.context.shares import KeyRun, RowShare, Shelf, shares
-from actors.model.attention.context.visits import Gathered, Ring, Style
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache

@@ -2,11 +2,11 @@
 
 A rank contributes to each layer its own chunks' K and V, and of the cached keys that are exchanged those in its own pages, as one
 tensor ``[tokens, kv_heads, K and V]``, or of latents ``[tokens, 1, latent_dim]``. What its queries attend to is a
-sequence of *visits*::
+sequence of *pass-KV steps*::
 
-    allgather   one visit: everybody's tokens, put in order             one collective; all K and V of one layer at once,
+    allgather   one step: everybody's tokens, put in order              one collective; all K and V of one layer at once,
                                                                         2 * (cached + new) * kv_heads * head_dim elements
-    ring        cp visits: own tokens, the left neighbour's, ...        cp - 1 sends, each on its way while the tokens it
+    ring        cp steps: own tokens, the left neighbour's, ...         cp - 1 sends, each on its way while the tokens it
                                                                         carries are computed with; two ranks' share at once
 
 Memory is that of one layer, whatever the number of layers.
@@ -27,7 +27,7 @@ from placement.ownership.context import ContextRank
 
 
 @dataclass(frozen=True)
-class Visit:
+class PassKVStep:
     """What one tensor of keys and values holds: fresh and cached tokens by row, and those that this rank keeps."""
 
     fresh: list[KeyRun]
@@ -36,16 +36,16 @@ class Visit:
     slots: Tensor
 
     @classmethod
-    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: ContextRank, device: torch.device) -> Visit:
+    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: ContextRank, device: torch.device) -> PassKVStep:
         kept, slots = shelf.kept(rows, place.ownership(), device)
         return cls(shelf.runs(Shelf.FRESH, rows), shelf.runs(Shelf.CACHED, rows), kept, slots)
 
 
 class Style(Protocol):
-    """The visits of one step, the same for every layer."""
+    """The pass-KV steps of one step of the engine, the same for every layer."""
 
-    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
-        """Every visit with its tensor; `own` is what this rank contributes."""
+    def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
+        """Every pass-KV step with its tensor; `own` is what this rank contributes."""
 
 
 class Gathered:
@@ -58,10 +58,10 @@ class Gathered:
         everything = Shelf.joined(shelves)
         order = everything.sorting()
         self._order = torch.from_numpy(order).to(device)
-        self._visit = Visit.of(everything.reordered(order), rows, place, device)
+        self._kv_step = PassKVStep.of(everything.reordered(order), rows, place, device)
 
-    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
-        yield self._visit, self._cp.all_gather(own, self._sizes)[self._order]
+    def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
+        yield self._kv_step, self._cp.all_gather(own, self._sizes)[self._order]
 
 
 class Ring:
@@ -71,9 +71,9 @@ class Ring:
         self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: ContextRank, device: torch.device
     ) -> None:
         self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
-        self._visits = [Visit.of(shelf, rows, place, device) for shelf in shelves]
+        self._kv_steps = [PassKVStep.of(shelf, rows, place, device) for shelf in shelves]
 
-    def visits(self, own: Tensor) -> Iterator[tuple[Visit, Tensor]]:
+    def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
         cp, here = self._cp, own
         for step in range(cp.size):
             source = (cp.rank - step) % cp.size
@@ -81,4 +81,4 @@ class Ring:
                 here = cp.recv((self._sizes[source], *own.shape[1:]), own.dtype, (cp.rank - 1) % cp.size)
             if step < cp.size - 1:
                 cp.send(here, (cp.rank + 1) % cp.size)
-            yield self._visits[source], here
+            yield self._kv_steps[source], here
