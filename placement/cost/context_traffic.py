@@ -66,12 +66,12 @@ class _Step:
         return [row for row in self.step.rows if self._is_split(row)]
 
     @property
-    def passing_keys(self) -> list[RowShape]:
+    def pass_kv_rows(self) -> list[RowShape]:
         """Split rows whose cached keys are exchanged."""
         return [row for row in self.split if row.context and self._passes_keys(row)]
 
     @property
-    def passing_queries(self) -> list[RowShape]:
+    def pass_q_rows(self) -> list[RowShape]:
         """Split rows whose queries are sent to the cached keys."""
         return [row for row in self.split if row.context and not self._passes_keys(row)]
 
@@ -99,7 +99,7 @@ class _Step:
         """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are exchanged."""
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
-        tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.passing_keys)
+        tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.pass_kv_rows)
         return tokens * len(self.own.heads[self.index][1]) * self.kind.kept_dim * self.step.element_bytes
 
     def _is_split(self, row: RowShape) -> bool:
@@ -123,7 +123,7 @@ def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: S
 def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
     """Those of the layers of one kind."""
     layout, calls = rows.layout, rows.layers
-    shared = rows.run(rows.whole) + rows.run(rows.passing_keys) + rows.run(rows.passing_queries)
+    shared = rows.run(rows.whole) + rows.run(rows.pass_kv_rows) + rows.run(rows.pass_q_rows)
     own_heads, group_heads = len(rows.own.heads[rows.index][0]), rows.group_heads
     if shared:
         yield all_gather("attention: queries", "dcp", layout.dcp, own_heads * shared * rows.query_bytes, calls)
@@ -131,9 +131,9 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
         yield all_gather("attention: parts", "cp", layout.cp, group_heads * rows.run(rows.whole) * rows.part_bytes, calls)
     if rows.split:
         yield from _pass_kv(rows, calls)
-    if rows.passing_queries:
-        mine = rows.run(rows.passing_queries) * group_heads
-        everybody = group_heads * sum(rows.run(rows.passing_queries, rank) for rank in range(layout.cp))
+    if rows.pass_q_rows:
+        mine = rows.run(rows.pass_q_rows) * group_heads
+        everybody = group_heads * sum(rows.run(rows.pass_q_rows, rank) for rank in range(layout.cp))
         yield all_gather("attention: exchanged queries", "cp", layout.cp, mine * rows.query_bytes, calls)
         sent = everybody * rows.part_bytes
         yield all_to_all("attention: their parts", "cp", layout.cp, sent, mine * rows.part_bytes, calls)

@@ -168,9 +168,9 @@ class ContextAttention:
             self._add_whole_rows(shared, shared_q, call)
         if plan.style is not None:
             self._add_passed_kv(plan.style, fresh, shared, meeting, shared_q, self._contribution(kept, call), call)
-        if plan.queries is not None:
-            rows = slice(len(plan.shared) - plan.num_queries, len(plan.shared))
-            shared.add(rows, *plan.queries.attend(shared_q[rows], form.part_dim, call.add_pages))
+        if plan.pass_q is not None:
+            rows = slice(len(plan.shared) - plan.num_pass_q_tokens, len(plan.shared))
+            shared.add(rows, *plan.pass_q.attend(shared_q[rows], form.part_dim, call.add_pages))
         if len(plan.shared):
             out, lse = plan.heads.scatter(shared, q.dtype)
             fresh.add(plan.shared, form.answers(out.to(q.dtype)), lse)
@@ -194,7 +194,7 @@ class ContextAttention:
         """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are exchanged."""
         plan = call.plan
         parts = [kept[plan.split_tokens]]
-        for row in plan.passing_keys:
+        for row in plan.pass_kv_rows:
             _, read = plan.pages[row.index]
             if read is not None:
                 keys, values = read.read(call.cache, call.layer)

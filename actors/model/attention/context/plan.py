@@ -50,22 +50,22 @@ class ContextPlan:
         whole = [row for row in rows if not row.is_split and row.has_shared_keys]
         self.split = [row for row in rows if row.is_split]
         cached = [row for row in self.split if row.start]
-        self.passing_keys = [row for row in cached if setting.passes_keys(row.count, row.start)]
-        passing_queries = [row for row in cached if row not in self.passing_keys]
+        self.pass_kv_rows = [row for row in cached if setting.passes_keys(row.count, row.start)]
+        pass_q_rows = [row for row in cached if row not in self.pass_kv_rows]
 
         self.kept = torch.nonzero(batch.slots >= 0).flatten()
         self.slots = batch.slots[self.kept]
         self.chunks = [_at_hand(row) for row in rows if not row.is_split and not row.is_decode]
         self.decodes = [row for row in whole if row.is_decode]
         self.pages = {row.index: self._own_pages(row) for row in [*whole, *cached] if not row.is_decode}
-        self.shared_at = _numbered([*whole, *self.passing_keys, *passing_queries])
+        self.shared_at = _numbered([*whole, *self.pass_kv_rows, *pass_q_rows])
         self.num_whole = sum(row.count for row in whole)
         self.whole_chunks = [row for row in whole if not row.is_decode]
-        self.shared = _indices([*whole, *self.passing_keys, *passing_queries], cache.device)
+        self.shared = _indices([*whole, *self.pass_kv_rows, *pass_q_rows], cache.device)
         self.split_tokens = _indices(self.split, cache.device)
 
-        self.queries = QueryExchange(cp, passing_queries, place) if passing_queries else None
-        self.num_queries = sum(_length(row.tokens) for row in passing_queries)
+        self.pass_q = QueryExchange(cp, pass_q_rows, place) if pass_q_rows else None
+        self.num_pass_q_tokens = sum(_length(row.tokens) for row in pass_q_rows)
         self.style = self._style(cp, setting.style) if self.split else None
 
     def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
@@ -96,7 +96,7 @@ class ContextPlan:
 
     def _style(self, cp: Group, make: MakeStyle) -> Style:
         place = self._place
-        shelves = [Shelf.sent_by(rank, self.split, self.passing_keys, place) for rank in range(place.cp)]
+        shelves = [Shelf.sent_by(rank, self.split, self.pass_kv_rows, place) for rank in range(place.cp)]
         return make(cp, shelves, self.split, place, self._cache.device)
 
 
