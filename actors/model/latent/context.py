@@ -10,8 +10,8 @@ from torch import Tensor
 
 from actors.model.attention.context.backend import ContextAttention
 from actors.model.attention.context.forms import Form, Meeting
+from actors.model.attention.context.local_rows import LocalRow
 from actors.model.attention.context.plan import ContextPlan
-from actors.model.attention.context.shares import RowShare
 from actors.model.kv.kv_cache import KVCache
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
@@ -33,14 +33,14 @@ class ContextLatent:
     ) -> Tensor:
         naive, absorbed = Naive(heads), Absorbed(heads)
 
-        def fresh(row: RowShare) -> Form:
+        def fresh(row: LocalRow) -> Form:
             return absorbed if _absorbs(heads, row) else naive
 
         meeting = Meeting(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)
         return self._context.meet(meeting, cache, layer, plan, None, scale)
 
 
-def _absorbs(heads: LatentHeads, row: RowShare) -> bool:
+def _absorbs(heads: LatentHeads, row: LocalRow) -> bool:
     """Whether own queries of a row meet its fresh keys, own and others', at less cost absorbed."""
     queries = sum(map(len, row.spans))
     pairs = sum(len(span) * (span.start - row.start) + len(span) * (len(span) + 1) // 2 for span in row.spans)

@@ -28,9 +28,9 @@ from actors.groups.group import Group
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.context.dcp_heads import HeadExchange
 from actors.model.attention.context.forms import Form, Meeting, plain_meeting
+from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextPlan, Setting
-from actors.model.attention.context.shares import KeyRun, RowShare
 from actors.model.attention.partial import PartialKernel
 from actors.model.attention.parts import Sum, merge_packed, pack
 from actors.model.kv.kv_cache import KVCache
@@ -71,7 +71,7 @@ class _Layer:
         for rows, out, lse in self._seen(self.form, q, spans, run, keys, values):
             total.add(slice(at.start + rows.start, at.start + rows.stop), out, lse)
 
-    def add_pages(self, total: Sum, at: slice, q: Tensor, row: RowShare, spans: tuple[range, ...]) -> None:
+    def add_pages(self, total: Sum, at: slice, q: Tensor, row: LocalRow, spans: tuple[range, ...]) -> None:
         """As `add_shared`, over the cached keys of `row` in own pages."""
         run, read = self.plan.pages[row.index]
         if read is not None:

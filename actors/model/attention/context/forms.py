@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.model.attention.context.shares import RowShare
+from actors.model.attention.context.local_rows import LocalRow
 
 
 class Form(Protocol):
@@ -67,7 +67,7 @@ class Meeting:
     """[tokens, heads, _]"""
     kept: Tensor
     """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
-    fresh: Callable[[RowShare], Form]
+    fresh: Callable[[LocalRow], Form]
     shared: Form
     answer_dim: int
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actors.groups.group import Group
-from actors.model.attention.context.shares import KeyRun, RowShare, Shelf
+from actors.model.attention.context.local_rows import KeyLayout, KeyRun, LocalRow
 from placement.ownership.context import ContextRank
 
 
@@ -36,9 +36,9 @@ class PassKVStep:
     slots: Tensor
 
     @classmethod
-    def of(cls, shelf: Shelf, rows: Sequence[RowShare], place: ContextRank, device: torch.device) -> PassKVStep:
-        kept, slots = shelf.kept(rows, place.ownership(), device)
-        return cls(shelf.runs(Shelf.FRESH, rows), shelf.runs(Shelf.CACHED, rows), kept, slots)
+    def of(cls, layout: KeyLayout, rows: Sequence[LocalRow], place: ContextRank, device: torch.device) -> PassKVStep:
+        kept, slots = layout.kept(rows, place.ownership(), device)
+        return cls(layout.runs(KeyLayout.FRESH, rows), layout.runs(KeyLayout.CACHED, rows), kept, slots)
 
 
 class Style(Protocol):
@@ -52,10 +52,10 @@ class Gathered:
     """``cp_style=allgather``."""
 
     def __init__(
-        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: ContextRank, device: torch.device
+        self, cp: Group, layouts: Sequence[KeyLayout], rows: Sequence[LocalRow], place: ContextRank, device: torch.device
     ) -> None:
-        self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
-        everything = Shelf.joined(shelves)
+        self._cp, self._sizes = cp, [len(layout) for layout in layouts]
+        everything = KeyLayout.joined(layouts)
         order = everything.sorting()
         self._order = torch.from_numpy(order).to(device)
         self._kv_step = PassKVStep.of(everything.reordered(order), rows, place, device)
@@ -68,10 +68,10 @@ class Ring:
     """``cp_style=ring`` (Liu et al. 2023, arXiv 2310.01889): what is here goes on to the right before it is used here."""
 
     def __init__(
-        self, cp: Group, shelves: Sequence[Shelf], rows: Sequence[RowShare], place: ContextRank, device: torch.device
+        self, cp: Group, layouts: Sequence[KeyLayout], rows: Sequence[LocalRow], place: ContextRank, device: torch.device
     ) -> None:
-        self._cp, self._sizes = cp, [len(shelf) for shelf in shelves]
-        self._kv_steps = [PassKVStep.of(shelf, rows, place, device) for shelf in shelves]
+        self._cp, self._sizes = cp, [len(layout) for layout in layouts]
+        self._kv_steps = [PassKVStep.of(layout, rows, place, device) for layout in layouts]
 
     def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
         cp, here = self._cp, own

@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from actors.groups.group import Group
-from actors.model.attention.context.shares import RowShare
+from actors.model.attention.context.local_rows import LocalRow
 from actors.model.attention.parts import Sum, merge_packed, pack
 from placement.ownership.context import ContextRank
 
-AddCached = Callable[[Sum, slice, Tensor, RowShare, tuple[range, ...]], None]
+AddCached = Callable[[Sum, slice, Tensor, LocalRow, tuple[range, ...]], None]
 """Adds to the tokens ``slice`` of a sum what queries [tokens, heads, dim] at the given positions see in the row's own pages."""
 
 
 class QueryExchange:
     """The two collectives of the rows `rows` in one step."""
 
-    def __init__(self, cp: Group, rows: Sequence[RowShare], place: ContextRank) -> None:
+    def __init__(self, cp: Group, rows: Sequence[LocalRow], place: ContextRank) -> None:
         self._cp = cp
         self._runs = [(row, place.spans(row.start, row.count, cp_rank)) for cp_rank in range(place.cp) for row in rows]
         lengths = [sum(map(len, runs)) for _, runs in self._runs]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.attention.context.dcp_heads import HeadExchange
+from actors.model.attention.context.local_rows import KeyLayout, KeyRun, LocalRow, local_rows
 from actors.model.attention.context.mask_spans import MaskSpan, mask_spans
 from actors.model.attention.context.pass_kv import Gathered, Ring, Style
 from actors.model.attention.context.pass_q import QueryExchange
-from actors.model.attention.context.shares import KeyRun, RowShare, Shelf, shares
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache
@@ -22,7 +22,7 @@ from actors.model.kv.pages import Source, source
 from actors.model.step.batch import Batch
 from placement.ownership.context import ContextRank
 
-MakeStyle = Callable[[Group, Sequence[Shelf], Sequence[RowShare], ContextRank, torch.device], Style]
+MakeStyle = Callable[[Group, Sequence[KeyLayout], Sequence[LocalRow], ContextRank, torch.device], Style]
 STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 
 
@@ -46,7 +46,7 @@ class ContextPlan:
         place, cp, self.heads = setting.place, setting.cp, setting.heads
         self._mask_spans: dict[tuple[int, tuple[range, ...], int | None], list[MaskSpan]] = {}
         self._decode: dict[int | None, Sequence[PagedTask]] = {}
-        rows = shares(batch, place)
+        rows = local_rows(batch, place)
         whole = [row for row in rows if not row.is_split and row.has_shared_keys]
         self.split = [row for row in rows if row.is_split]
         cached = [row for row in self.split if row.start]
@@ -88,7 +88,7 @@ class ContextPlan:
             self._decode[window] = self._kernel.decode(found, self._cache) if found else []
         return self._decode[window]
 
-    def _own_pages(self, row: RowShare) -> tuple[KeyRun, Source | None]:
+    def _own_pages(self, row: LocalRow) -> tuple[KeyRun, Source | None]:
         """The cached keys of a row that lie here, and where; None where there are none."""
         positions = self._place.ownership().positions(row.start)
         read = source(self._cache, row.blocks, 0, len(positions)) if len(positions) else None
@@ -96,11 +96,11 @@ class ContextPlan:
 
     def _style(self, cp: Group, make: MakeStyle) -> Style:
         place = self._place
-        shelves = [Shelf.sent_by(rank, self.split, self.pass_kv_rows, place) for rank in range(place.cp)]
-        return make(cp, shelves, self.split, place, self._cache.device)
+        layouts = [KeyLayout.sent_by(rank, self.split, self.pass_kv_rows, place) for rank in range(place.cp)]
+        return make(cp, layouts, self.split, place, self._cache.device)
 
 
-def _at_hand(row: RowShare) -> KeyRun:
+def _at_hand(row: LocalRow) -> KeyRun:
     """The fresh keys of a row that this rank runs whole."""
     return KeyRun(row, slice(0, row.count), np.arange(row.start, row.start + row.count))
 
@@ -109,7 +109,7 @@ def _length(tokens: slice) -> int:
     return int(tokens.stop) - int(tokens.start)
 
 
-def _numbered(rows: Sequence[RowShare]) -> dict[int, slice]:
+def _numbered(rows: Sequence[LocalRow]) -> dict[int, slice]:
     """The tokens of each row where those of `rows` lie end to end."""
     found, at = {}, 0
     for row in rows:
@@ -118,7 +118,7 @@ def _numbered(rows: Sequence[RowShare]) -> dict[int, slice]:
     return found
 
 
-def _indices(rows: Sequence[RowShare], device: torch.device) -> Tensor:
+def _indices(rows: Sequence[LocalRow], device: torch.device) -> Tensor:
     """The tokens of `rows` in the step, end to end."""
     found = [token for row in rows for token in range(row.tokens.start, row.tokens.stop)]
     return torch.tensor(found, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ from placement.ownership.context import ContextRank, Ownership, is_split
 
 
 @dataclass(frozen=True)
-class RowShare:
+class LocalRow:
     """One row of a step on one rank."""
 
     index: int
@@ -49,13 +49,13 @@ class RowShare:
         return self.start > 0 or self.is_decode
 
 
-def shares(batch: Batch, place: ContextRank) -> list[RowShare]:
+def local_rows(batch: Batch, place: ContextRank) -> list[LocalRow]:
     """The rows of a step, in order."""
     rows, token = [], 0
     for index, (start, count, blocks) in enumerate(zip(batch.context_lens, batch.new_lens, batch.block_tables, strict=True)):
         runs = place.spans(start, count)
         tokens = slice(token, token + sum(map(len, runs)))
-        rows.append(RowShare(index, start, count, tokens, runs, blocks, is_split(count, place.cp)))
+        rows.append(LocalRow(index, start, count, tokens, runs, blocks, is_split(count, place.cp)))
         token = tokens.stop
     return rows
 
@@ -64,12 +64,12 @@ def shares(batch: Batch, place: ContextRank) -> list[RowShare]:
 class KeyRun:
     """Keys of one row that lie end to end in a tensor, in the order of their positions."""
 
-    row: RowShare
+    row: LocalRow
     keys: slice
     positions: Positions
 
 
-class Shelf:
+class KeyLayout:
     """What lies in a tensor of keys and values, token by token: kind (fresh or cached), row and position."""
 
     FRESH, CACHED = 0, 1
@@ -78,7 +78,7 @@ class Shelf:
         self.kind, self.row, self.position = kind, row, position
 
     @classmethod
-    def sent_by(cls, cp_rank: int, split: Sequence[RowShare], cached: Sequence[RowShare], place: ContextRank) -> Shelf:
+    def sent_by(cls, cp_rank: int, split: Sequence[LocalRow], cached: Sequence[LocalRow], place: ContextRank) -> KeyLayout:
         """What `cp_rank` contributes to a step: its own chunks of the rows `split`, its own pages of the rows `cached`."""
         parts = [
             (cls.FRESH, row.index, np.concatenate([np.arange(s.start, s.stop) for s in runs]))
@@ -89,9 +89,9 @@ class Shelf:
         return cls.joined([cls(np.full(len(p), k), np.full(len(p), r), p) for k, r, p in parts])
 
     @classmethod
-    def joined(cls, shelves: Sequence[Shelf]) -> Shelf:
-        """Shelf after shelf."""
-        columns = [[getattr(shelf, name) for shelf in shelves] for name in ("kind", "row", "position")]
+    def joined(cls, layouts: Sequence[KeyLayout]) -> KeyLayout:
+        """One layout after the other."""
+        columns = [[getattr(layout, name) for layout in layouts] for name in ("kind", "row", "position")]
         return cls(*(np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns))
 
     def __len__(self) -> int:
@@ -101,11 +101,11 @@ class Shelf:
         """The order that puts fresh tokens first, then each row's tokens together and by position."""
         return np.lexsort((self.position, self.row, self.kind))
 
-    def reordered(self, order: Positions) -> Shelf:
-        return Shelf(self.kind[order], self.row[order], self.position[order])
+    def reordered(self, order: Positions) -> KeyLayout:
+        return KeyLayout(self.kind[order], self.row[order], self.position[order])
 
-    def runs(self, kind: int, rows: Sequence[RowShare]) -> list[KeyRun]:
-        """The tokens of one kind, row by row; the shelf is sorted."""
+    def runs(self, kind: int, rows: Sequence[LocalRow]) -> list[KeyRun]:
+        """The tokens of one kind, row by row; the layout is sorted."""
         found = []
         for row in rows:
             at = np.flatnonzero((self.kind == kind) & (self.row == row.index))
@@ -113,8 +113,8 @@ class Shelf:
                 found.append(KeyRun(row, slice(int(at[0]), int(at[-1]) + 1), self.position[at]))
         return found
 
-    def kept(self, rows: Sequence[RowShare], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The fresh tokens that are `mine`: where they lie on the shelf, and the cache slots they go to."""
+    def kept(self, rows: Sequence[LocalRow], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The fresh tokens that are `mine`: where they lie in the layout, and the cache slots they go to."""
         at, slots = [], []
         for run in self.runs(self.FRESH, rows):
             for offset, position in enumerate(run.positions.tolist()):
