@@ -36,7 +36,7 @@ _LSE_BYTES = 4
 
 @dataclass(frozen=True)
 class _Step:
-    """The rows of a step by how their keys and queries meet, as one rank sees them."""
+    """The rows of a step by how their queries attend to keys, as one rank sees them."""
 
     spec: ModelSpec
     layout: Layout

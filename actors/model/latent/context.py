@@ -1,7 +1,7 @@
 """Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention.context.backend`, for latents.
 
-What is exchanged is latents, not heads. Own queries meet fresh latents in the form that is cheaper for their row; cached latents
-are met absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
+What is exchanged is latents, not heads. Own queries attend to fresh latents in the form that is cheaper for their row; cached latents
+are attended to absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from actors.model.attention.context.backend import ContextAttention
-from actors.model.attention.context.forms import Form, Meeting
+from actors.model.attention.context.forms import AttentionInputs, Form
 from actors.model.attention.context.local_rows import LocalRow
 from actors.model.attention.context.plan import ContextPlan
 from actors.model.kv.kv_cache import KVCache
@@ -36,12 +36,12 @@ class ContextLatent:
         def fresh(row: LocalRow) -> Form:
             return absorbed if _absorbs(heads, row) else naive
 
-        meeting = Meeting(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)
-        return self._context.meet(meeting, cache, layer, plan, None, scale)
+        inputs = AttentionInputs(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)
+        return self._context.attend_inputs(inputs, cache, layer, plan, None, scale)
 
 
 def _absorbs(heads: LatentHeads, row: LocalRow) -> bool:
-    """Whether own queries of a row meet its fresh keys, own and others', at less cost absorbed."""
+    """Whether own queries of a row attend to its fresh keys, own and others', at less cost absorbed."""
     queries = sum(map(len, row.spans))
     pairs = sum(len(span) * (span.start - row.start) + len(span) * (len(span) + 1) // 2 for span in row.spans)
     return heads.mla.absorbs(queries, row.count, pairs)

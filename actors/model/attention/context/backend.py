@@ -27,7 +27,7 @@ from torch import Tensor
 from actors.groups.group import Group
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.context.dcp_heads import HeadExchange
-from actors.model.attention.context.forms import Form, Meeting, plain_meeting
+from actors.model.attention.context.forms import AttentionInputs, Form, plain_inputs
 from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextPlan, Setting
@@ -55,13 +55,13 @@ class _Layer:
     scale: float
     softcap: float | None
     form: Form
-    """Of queries that meet shared keys."""
+    """Of queries that attend to shared keys."""
 
-    def add_fresh(self, total: Sum, meeting: Meeting, run: KeyRun, kept: Tensor) -> None:
+    def add_fresh(self, total: Sum, inputs: AttentionInputs, run: KeyRun, kept: Tensor) -> None:
         """Add to the tokens of a row what they see of its fresh keys, made of `kept` [keys, kv_heads, dim]."""
         row = run.row
-        form = meeting.fresh(row)
-        for at, out, lse in self._seen(form, form.queries(meeting.q[row.tokens]), row.spans, run, *form.keys_values(kept)):
+        form = inputs.fresh(row)
+        for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kept)):
             total.add(slice(row.tokens.start + at.start, row.tokens.start + at.stop), form.answers(out), lse)
 
     def add_shared(
@@ -142,11 +142,11 @@ class ContextAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.meet(plain_meeting(q, k, v), cache, layer, plan, window, scale, softcap, sinks)
+        return self.attend_inputs(plain_inputs(q, k, v), cache, layer, plan, window, scale, softcap, sinks)
 
-    def meet(
+    def attend_inputs(
         self,
-        meeting: Meeting,
+        inputs: AttentionInputs,
         cache: KVCache,
         layer: int,
         plan: ContextPlan,
@@ -156,18 +156,18 @@ class ContextAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """`attend`, whatever it is that is kept of a token: returns [tokens, q_heads, answer_dim]."""
-        q, kept, form = meeting.q, meeting.kept, meeting.shared
+        q, kept, form = inputs.q, inputs.kept, inputs.shared
         call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
         cache.write_kept(layer, plan.slots, kept[plan.kept])
-        fresh = Sum(q.shape[1], q.shape[0], meeting.answer_dim, q.device)
+        fresh = Sum(q.shape[1], q.shape[0], inputs.answer_dim, q.device)
         shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
         shared_q = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
         for run in plan.chunks:
-            call.add_fresh(fresh, meeting, run, kept[run.row.tokens])
+            call.add_fresh(fresh, inputs, run, kept[run.row.tokens])
         if plan.num_whole:
             self._add_whole_rows(shared, shared_q, call)
         if plan.style is not None:
-            self._add_passed_kv(plan.style, fresh, shared, meeting, shared_q, self._contribution(kept, call), call)
+            self._add_passed_kv(plan.style, fresh, shared, inputs, shared_q, self._contribution(kept, call), call)
         if plan.pass_q is not None:
             rows = slice(len(plan.shared) - plan.num_pass_q_tokens, len(plan.shared))
             shared.add(rows, *plan.pass_q.attend(shared_q[rows], form.part_dim, call.add_pages))
@@ -202,13 +202,13 @@ class ContextAttention:
         return torch.cat(parts)
 
     def _add_passed_kv(
-        self, style: Style, fresh: Sum, shared: Sum, meeting: Meeting, shared_q: Tensor, own: Tensor, call: _Layer
+        self, style: Style, fresh: Sum, shared: Sum, inputs: AttentionInputs, shared_q: Tensor, own: Tensor, call: _Layer
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
         for kv_step, tensor in style.kv_steps(own):
             call.cache.write_kept(call.layer, kv_step.slots, tensor[kv_step.kept])
             for run in kv_step.fresh:
-                call.add_fresh(fresh, meeting, run, tensor[run.keys])
+                call.add_fresh(fresh, inputs, run, tensor[run.keys])
             for run in kv_step.cached:
                 at = call.plan.shared_at[run.row.index]
                 call.add_shared(shared, at, shared_q[at], run.row.spans, run, *call.form.keys_values(tensor[run.keys]))

@@ -2,7 +2,7 @@
 
 Plain attention gives a kernel what it has. Latent attention has two forms (`placement.model.mla_spec`), and uses both in one
 step:
-own queries may meet fresh keys in one and, with those of other ranks, cached keys in the other::
+own queries may attend to fresh keys in one and, with those of other ranks, cached keys in the other::
 
     queries ──→ kernel ──→ part (this is exchanged, with its log-sum-exp, and is merged) ──→ answer
 """
@@ -20,7 +20,7 @@ from actors.model.attention.context.local_rows import LocalRow
 
 
 class Form(Protocol):
-    """One way in which queries meet keys. `part_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
+    """One way in which queries attend to keys. `part_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
 
     @property
     def part_dim(self) -> int: ...
@@ -60,7 +60,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class AttentionInputs:
     """One layer's queries and keys. `fresh`: the form of a row among its fresh keys; `shared`: of all rows over cached ones."""
 
     q: Tensor
@@ -72,7 +72,7 @@ class Meeting:
     answer_dim: int
 
 
-def plain_meeting(q: Tensor, k: Tensor, v: Tensor) -> Meeting:
+def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
     """Of plain attention: `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
     form = Plain(k.shape[2], v.shape[2])
-    return Meeting(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])
+    return AttentionInputs(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])

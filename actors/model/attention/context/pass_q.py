@@ -5,7 +5,7 @@ All cp ranks get all queries of these rows, each attends to the pages it owns, a
     rank 0   q0 ─┐ all_gather   [q0 q1] x own pages ─┐ all_to_all   q0: parts of rank 0 and 1, merged
     rank 1   q1 ─┘              [q0 q1] x own pages ─┘              q1: parts of rank 0 and 1, merged
 
-Only cached keys are met this way. The fresh ones are exchanged in any case: whoever owns their blocks must see them.
+Only cached keys are attended to this way. The fresh ones are exchanged in any case: whoever owns their blocks must see them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of attention whose keys lie on several ranks, planned for all its layers: which rows meet their keys where."""
+"""One step of attention whose keys lie on several ranks, planned for all its layers: which rows attend to their keys where."""
 
 from __future__ import annotations
 
