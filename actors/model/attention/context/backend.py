@@ -30,7 +30,7 @@ from actors.model.attention.context.dcp_heads import HeadExchange
 from actors.model.attention.context.forms import AttentionInputs, Form, plain_inputs
 from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
-from actors.model.attention.context.plan import STYLES, ContextPlan, Setting
+from actors.model.attention.context.plan import STYLES, ContextConfig, ContextPlan
 from actors.model.attention.partial import PartialKernel
 from actors.model.attention.parts import Sum, merge_packed, pack
 from actors.model.kv.kv_cache import KVCache
@@ -96,10 +96,10 @@ class _Layer:
 
 
 class ContextAttention:
-    """The backend of one rank; a setting for each kind of attention."""
+    """The backend of one rank; a config for each kind of attention."""
 
-    def __init__(self, *settings: Setting) -> None:
-        self._kernel, self._cp, self._settings = settings[0].kernel, settings[0].cp, settings
+    def __init__(self, *configs: ContextConfig) -> None:
+        self._kernel, self._cp, self._configs = configs[0].kernel, configs[0].cp, configs
         self.name = f"context parallel, {self._kernel.name}"
 
     @classmethod
@@ -115,19 +115,19 @@ class ContextAttention:
         """The backend of the rank at `coords`, which has the groups ``cp`` and ``dcp``."""
         place = ContextRank.of(layout, coords, block_size)
 
-        def setting(kind: AttentionKind) -> Setting:
+        def config(kind: AttentionKind) -> ContextConfig:
             exchange = HeadExchange(groups["dcp"], [*map(len, group_heads(kind, layout, coords.tp))])
             queries, keys = weights(kind, layout, coords.tp)
 
             def passes_keys(new: int, cached: int) -> bool:
                 return passes_kv(new, cached, queries, keys, layout.cp)
 
-            return Setting(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], passes_keys)
+            return ContextConfig(place, kernel, groups["cp"], exchange, STYLES[layout.cp_style], passes_keys)
 
-        return cls(*map(setting, spec.kinds))
+        return cls(*map(config, spec.kinds))
 
     def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
-        return ContextPlan(batch, cache, self._settings[cache.kind])
+        return ContextPlan(batch, cache, self._configs[cache.kind])
 
     def attend(
         self,

@@ -27,7 +27,7 @@ STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 
 
 @dataclass(frozen=True)
-class Setting:
+class ContextConfig:
     """What does not change from step to step. `passes_keys` (new tokens, cached tokens) decides for split rows."""
 
     place: ContextRank
@@ -41,16 +41,16 @@ class Setting:
 class ContextPlan:
     """A step on one rank, for all its layers. Tokens with shared keys are numbered anew: whole rows, then split ones."""
 
-    def __init__(self, batch: Batch, cache: KVCache, setting: Setting) -> None:
-        self._cache, self._place, self._kernel = cache, setting.place, setting.kernel
-        place, cp, self.heads = setting.place, setting.cp, setting.heads
+    def __init__(self, batch: Batch, cache: KVCache, config: ContextConfig) -> None:
+        self._cache, self._place, self._kernel = cache, config.place, config.kernel
+        place, cp, self.heads = config.place, config.cp, config.heads
         self._mask_spans: dict[tuple[int, tuple[range, ...], int | None], list[MaskSpan]] = {}
         self._decode: dict[int | None, Sequence[PagedTask]] = {}
         rows = local_rows(batch, place)
         whole = [row for row in rows if not row.is_split and row.has_shared_keys]
         self.split = [row for row in rows if row.is_split]
         cached = [row for row in self.split if row.start]
-        self.pass_kv_rows = [row for row in cached if setting.passes_keys(row.count, row.start)]
+        self.pass_kv_rows = [row for row in cached if config.passes_keys(row.count, row.start)]
         pass_q_rows = [row for row in cached if row not in self.pass_kv_rows]
 
         self.kept = torch.nonzero(batch.slots >= 0).flatten()
@@ -66,7 +66,7 @@ class ContextPlan:
 
         self.pass_q = QueryExchange(cp, pass_q_rows, place) if pass_q_rows else None
         self.num_pass_q_tokens = sum(_length(row.tokens) for row in pass_q_rows)
-        self.style = self._style(cp, setting.style) if self.split else None
+        self.style = self._style(cp, config.style) if self.split else None
 
     def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
         """The kernel calls of queries at `spans` over the keys of `run`, made once a step."""
