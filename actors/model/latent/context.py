@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from actors.model.attention.context.backend import ContextAttention
-from actors.model.attention.context.forms import AttentionInputs, Form
+from actors.model.attention.context.forms import AttentionForm, AttentionInputs
 from actors.model.attention.context.local_rows import LocalRow
 from actors.model.attention.context.plan import ContextPlan
 from actors.model.kv.kv_cache import KVCache
@@ -33,7 +33,7 @@ class ContextLatent:
     ) -> Tensor:
         naive, absorbed = Naive(heads), Absorbed(heads)
 
-        def fresh(row: LocalRow) -> Form:
+        def fresh(row: LocalRow) -> AttentionForm:
             return absorbed if _absorbs(heads, row) else naive
 
         inputs = AttentionInputs(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)

@@ -27,7 +27,7 @@ from torch import Tensor
 from actors.groups.group import Group
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.context.dcp_heads import HeadExchange
-from actors.model.attention.context.forms import AttentionInputs, Form, plain_inputs
+from actors.model.attention.context.forms import AttentionForm, AttentionInputs, plain_inputs
 from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextConfig, ContextPlan
@@ -54,7 +54,7 @@ class _Layer:
     window: int | None
     scale: float
     softcap: float | None
-    form: Form
+    form: AttentionForm
     """Of queries that attend to shared keys."""
 
     def add_fresh(self, total: Sum, inputs: AttentionInputs, run: KeyRun, kept: Tensor) -> None:
@@ -78,7 +78,7 @@ class _Layer:
             self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.layer))
 
     def _seen(
-        self, form: Form, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
+        self, form: AttentionForm, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """For some of `q` at a time: which, the part [heads, tokens, part_dim] they got, and its LSE."""
         queries = q.transpose(0, 1).unsqueeze(0)

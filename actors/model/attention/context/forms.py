@@ -19,7 +19,7 @@ from torch import Tensor
 from actors.model.attention.context.local_rows import LocalRow
 
 
-class Form(Protocol):
+class AttentionForm(Protocol):
     """One way in which queries attend to keys. `part_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
 
     @property
@@ -67,8 +67,8 @@ class AttentionInputs:
     """[tokens, heads, _]"""
     kept: Tensor
     """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
-    fresh: Callable[[LocalRow], Form]
-    shared: Form
+    fresh: Callable[[LocalRow], AttentionForm]
+    shared: AttentionForm
     answer_dim: int
 
 
