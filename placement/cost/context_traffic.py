@@ -100,7 +100,7 @@ class _Step:
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.pass_kv_rows)
-        return tokens * len(self.own.heads[self.index][1]) * self.kind.kept_dim * self.step.element_bytes
+        return tokens * len(self.own.heads[self.index][1]) * self.kind.cached_dim * self.step.element_bytes
 
     def _is_split(self, row: RowShape) -> bool:
         return is_split(row.tokens, self.layout.cp)
@@ -139,8 +139,8 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
         yield all_to_all("attention: their parts", "cp", layout.cp, sent, mine * rows.part_bytes, calls)
     if shared:
         sent = group_heads * shared * rows.part_bytes
-        kept = own_heads * shared * rows.part_bytes
-        yield all_to_all("attention: parts of queries", "dcp", layout.dcp, sent, kept, calls)
+        to_self = own_heads * shared * rows.part_bytes
+        yield all_to_all("attention: parts of queries", "dcp", layout.dcp, sent, to_self, calls)
 
 
 def _pass_kv(rows: _Step, calls: int) -> Iterator[TrafficEntry]:

@@ -36,7 +36,7 @@ class Routed:
     """Rows of one layer on one rank in ``a2a``: all it sends, those of them to itself, and all it receives."""
 
     sent: int
-    kept: int
+    to_self: int
     received: int
 
 
@@ -129,7 +129,7 @@ def to_experts(rank: DispatchedLayers) -> Iterator[TrafficEntry]:
         yield all_to_all("mlp input: counts", "moe", size, 8 * size, 8, calls)
         row = rank.bytes_of(1) + expert_modes.extra_bytes(rank.spec)
         for routed, layers in rank.rows():
-            yield all_to_all("mlp input: dispatched rows", "moe", size, routed.sent * row, routed.kept * row, layers)
+            yield all_to_all("mlp input: dispatched rows", "moe", size, routed.sent * row, routed.to_self * row, layers)
 
 
 def from_experts(rank: DispatchedLayers, is_scattered: bool) -> Iterator[TrafficEntry]:
@@ -139,8 +139,8 @@ def from_experts(rank: DispatchedLayers, is_scattered: bool) -> Iterator[Traffic
         yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.own_tokens)), own, calls)
     if rank.mode == "a2a":
         for routed, layers in rank.rows():
-            received, kept = rank.bytes_of(routed.received), rank.bytes_of(routed.kept)
-            yield all_to_all("mlp output: combined rows", "moe", size, received, kept, layers)
+            received, to_self = rank.bytes_of(routed.received), rank.bytes_of(routed.to_self)
+            yield all_to_all("mlp output: combined rows", "moe", size, received, to_self, layers)
     if rank.num_cp_split or not is_scattered:
         yield all_gather("mlp output: joined", "tp", layout.tp, own, rank.num_layers)
     share = partition(expert_tokens.num_common(rank.new_lens, layout.cp), layout.cp)[rank.coords.cp]

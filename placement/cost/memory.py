@@ -90,8 +90,8 @@ def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) 
 
     KV heads held by several ranks count on each, unless those ranks split positions among themselves (dcp).
     """
-    kept = [len(kv_heads) * kind.kept_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
-    return sum(kept[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
+    per_kind = [len(kv_heads) * kind.cached_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
+    return sum(per_kind[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
 
 
 def rank_memories(

@@ -131,7 +131,7 @@ def _heads(spec: ModelSpec, own: Shard, kind: int) -> str:
 
 def _head_sizes(spec: ModelSpec, kind: AttentionKind) -> str:
     if spec.mla is not None:
-        return f"{kind.kept_dim} values a token"
+        return f"{kind.cached_dim} values a token"
     return f"{kind.key_dim}" + (f", values of {kind.value_dim}" if kind.value_dim != kind.key_dim else "")
 
 

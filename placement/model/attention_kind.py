@@ -18,15 +18,15 @@ class AttentionKind:
     """Sizes of one kind of attention, whole (before any split). Latents (`placement.model.mla_spec`) are one KV head::
 
                query, key   value        a token in the cache, for each KV head     what comes back for a query
-    plain      key_dim      value_dim    kept_dim = key_dim + value_dim             part_dim = value_dim
-    latent     latent_dim   latent_dim   kept_dim = latent_dim (both at once)       part_dim = kv_lora_rank
+    plain      key_dim      value_dim    cached_dim = key_dim + value_dim           part_dim = value_dim
+    latent     latent_dim   latent_dim   cached_dim = latent_dim (both at once)     part_dim = kv_lora_rank
     """
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    kept_dim: int
+    cached_dim: int
     part_dim: int
     label: str = ""
     """Stands before the names of what layers of this kind do: empty, or ``window`` and a space."""
@@ -39,7 +39,7 @@ class AttentionKind:
     @property
     def planes(self) -> int:
         """Tensors that the cache of a layer has: keys and values, or one latent for both."""
-        return 1 if self.kept_dim == self.key_dim else 2
+        return 1 if self.cached_dim == self.key_dim else 2
 
 
 def plain_kind(num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, label: str = "") -> AttentionKind:

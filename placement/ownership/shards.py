@@ -180,7 +180,7 @@ def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
         return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
     layers = Counter(map(spec.kind_of, range(spec.num_layers)))
     per_kind = [
-        (heads(kind, tp, shares), layers[index] * kind.kept_dim * spec.hidden_size) for index, kind in enumerate(spec.kinds)
+        (heads(kind, tp, shares), layers[index] * kind.cached_dim * spec.hidden_size) for index, kind in enumerate(spec.kinds)
     ]
     return [sum(sum(map(len, parts[rank])) * each for parts, each in per_kind) // spec.num_layers for rank in range(tp)]
 

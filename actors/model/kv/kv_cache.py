@@ -155,10 +155,10 @@ class KVCache:
         for plane, x in zip(self.plane_runs(layer), (k, v), strict=False):
             plane.index_copy_(1, slots, x.transpose(0, 1))
 
-    def write_kept(self, layer: int, slots: Tensor, kept: Tensor) -> None:
+    def write_kv(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """As `write`, of what `joined` makes."""
-        self.write(layer, slots, kept[..., : self.head_dim], kept[..., -self.value_dim :])
+        self.write(layer, slots, kv[..., : self.head_dim], kv[..., -self.value_dim :])
 
     def joined(self, keys: Tensor, values: Tensor) -> Tensor:
-        """What is kept of tokens, as one tensor [..., key and value], from each [..., dim]; latents are both at once."""
+        """What is cached of tokens, as one tensor [..., key and value], from each [..., dim]; latents are both at once."""
         return keys if self.planes == 1 else torch.cat((keys, values), -1)

@@ -1,4 +1,4 @@
-"""The two forms of latent attention (`actors.model.attention.context.forms`). What is kept of a token is [1, latent_dim]."""
+"""The two forms of latent attention (`actors.model.attention.context.forms`). What is cached of a token is [1, latent_dim]."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Naive:
     def queries(self, q: Tensor) -> Tensor:
         return q
 
-    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        return self.heads.expand(kept[:, 0])
+    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads.expand(kv[:, 0])
 
     def parts(self, out: Tensor) -> Tensor:
         return out[..., : self.part_dim]
@@ -45,8 +45,8 @@ class Absorbed:
     def queries(self, q: Tensor) -> Tensor:
         return self.heads.absorb(q)
 
-    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        latents = kept.transpose(0, 1).unsqueeze(0)
+    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        latents = kv.transpose(0, 1).unsqueeze(0)
         return latents, latents
 
     def parts(self, out: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def _llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
 def _yarn(spec: RopeSpec, dims: int) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): interpolate slow dimensions, keep fast ones, ramp between."""
     wave = _waves(spec, dims)
-    kept, interpolated = 1.0 / wave, 1.0 / (spec.factor * wave)
+    extrapolated, interpolated = 1.0 / wave, 1.0 / (spec.factor * wave)
     low, high = (_yarn_dimension(rotations, spec, dims) for rotations in (spec.beta_fast, spec.beta_slow))
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -75,7 +75,7 @@ def _yarn(spec: RopeSpec, dims: int) -> Tensor:
         high += 0.001  # the ramp must not divide by zero
     ramp = torch.clamp((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
-    return interpolated * (1 - keep) + kept * keep
+    return interpolated * (1 - keep) + extrapolated * keep
 
 
 def _yarn_dimension(rotations: float, spec: RopeSpec, dims: int) -> float:

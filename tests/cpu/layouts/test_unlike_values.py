@@ -76,7 +76,7 @@ def test_pages_of_unlike_keys_and_values(table: list[int]) -> None:
     cache = KVCache(range(3, 4), 2, 8, 4, 12, torch.float32, value_dim=8)
     k, v = torch.randn(10, 2, 12), torch.randn(10, 2, 8)
     slots = torch.tensor([table[at // 4] * 4 + at % 4 for at in range(10)])
-    cache.write_kept(3, slots, cache.joined(k, v))
+    cache.write_kv(3, slots, cache.joined(k, v))
     keys, values = source(cache, table, 2, 10).read(cache, 3)
     assert torch.equal(keys[0], k[2:].transpose(0, 1))
     assert torch.equal(values[0], v[2:].transpose(0, 1))

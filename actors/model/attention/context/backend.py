@@ -57,11 +57,11 @@ class _Layer:
     form: AttentionForm
     """Of queries that attend to shared keys."""
 
-    def add_fresh(self, total: Sum, inputs: AttentionInputs, run: KeyRun, kept: Tensor) -> None:
-        """Add to the tokens of a row what they see of its fresh keys, made of `kept` [keys, kv_heads, dim]."""
+    def add_fresh(self, total: Sum, inputs: AttentionInputs, run: KeyRun, kv: Tensor) -> None:
+        """Add to the tokens of a row what they see of its fresh keys, made of `kv` [keys, kv_heads, dim]."""
         row = run.row
         form = inputs.fresh(row)
-        for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kept)):
+        for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kv)):
             total.add(slice(row.tokens.start + at.start, row.tokens.start + at.stop), form.answers(out), lse)
 
     def add_shared(
@@ -155,19 +155,19 @@ class ContextAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`attend`, whatever it is that is kept of a token: returns [tokens, q_heads, answer_dim]."""
-        q, kept, form = inputs.q, inputs.kept, inputs.shared
+        """`attend`, whatever it is that is cached of a token: returns [tokens, q_heads, answer_dim]."""
+        q, kv, form = inputs.q, inputs.kv, inputs.shared
         call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
-        cache.write_kept(layer, plan.slots, kept[plan.kept])
+        cache.write_kv(layer, plan.slots, kv[plan.owned])
         fresh = Sum(q.shape[1], q.shape[0], inputs.answer_dim, q.device)
         shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
         shared_q = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
         for run in plan.chunks:
-            call.add_fresh(fresh, inputs, run, kept[run.row.tokens])
+            call.add_fresh(fresh, inputs, run, kv[run.row.tokens])
         if plan.num_whole:
             self._add_whole_rows(shared, shared_q, call)
         if plan.style is not None:
-            self._add_passed_kv(plan.style, fresh, shared, inputs, shared_q, self._contribution(kept, call), call)
+            self._add_passed_kv(plan.style, fresh, shared, inputs, shared_q, self._contribution(kv, call), call)
         if plan.pass_q is not None:
             rows = slice(len(plan.shared) - plan.num_pass_q_tokens, len(plan.shared))
             shared.add(rows, *plan.pass_q.attend(shared_q[rows], form.part_dim, call.add_pages))
@@ -190,10 +190,10 @@ class ContextAttention:
         packed = self._cp.all_gather(pack(here.out, here.lse, q.dtype))
         shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
 
-    def _contribution(self, kept: Tensor, call: _Layer) -> Tensor:
+    def _contribution(self, kv: Tensor, call: _Layer) -> Tensor:
         """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are exchanged."""
         plan = call.plan
-        parts = [kept[plan.split_tokens]]
+        parts = [kv[plan.split_tokens]]
         for row in plan.pass_kv_rows:
             _, read = plan.pages[row.index]
             if read is not None:
@@ -206,7 +206,7 @@ class ContextAttention:
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
         for kv_step, tensor in style.kv_steps(own):
-            call.cache.write_kept(call.layer, kv_step.slots, tensor[kv_step.kept])
+            call.cache.write_kv(call.layer, kv_step.slots, tensor[kv_step.owned])
             for run in kv_step.fresh:
                 call.add_fresh(fresh, inputs, run, tensor[run.keys])
             for run in kv_step.cached:

@@ -28,8 +28,8 @@ class AttentionForm(Protocol):
     def queries(self, q: Tensor) -> Tensor:
         """Queries of a layer [tokens, heads, _] -> of the kernel [tokens, heads, dim]."""
 
-    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """What is kept of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
+    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """What is cached of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
 
     def parts(self, out: Tensor) -> Tensor:
         """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, part_dim]."""
@@ -48,8 +48,8 @@ class Plain:
     def queries(self, q: Tensor) -> Tensor:
         return q
 
-    def keys_values(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        both = kept.transpose(0, 1).unsqueeze(0)
+    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        both = kv.transpose(0, 1).unsqueeze(0)
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def parts(self, out: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class AttentionInputs:
 
     q: Tensor
     """[tokens, heads, _]"""
-    kept: Tensor
+    kv: Tensor
     """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
     fresh: Callable[[LocalRow], AttentionForm]
     shared: AttentionForm

@@ -113,7 +113,7 @@ class KeyLayout:
                 found.append(KeyRun(row, slice(int(at[0]), int(at[-1]) + 1), self.position[at]))
         return found
 
-    def kept(self, rows: Sequence[LocalRow], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
+    def owned(self, rows: Sequence[LocalRow], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
         """The fresh tokens that are `mine`: where they lie in the layout, and the cache slots they go to."""
         at, slots = [], []
         for run in self.runs(self.FRESH, rows):

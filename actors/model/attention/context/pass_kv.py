@@ -28,17 +28,17 @@ from placement.ownership.context import ContextRank
 
 @dataclass(frozen=True)
 class PassKVStep:
-    """What one tensor of keys and values holds: fresh and cached tokens by row, and those that this rank keeps."""
+    """What one tensor of keys and values holds: fresh and cached tokens by row, and those that this rank owns."""
 
     fresh: list[KeyRun]
     cached: list[KeyRun]
-    kept: Tensor
+    owned: Tensor
     slots: Tensor
 
     @classmethod
     def of(cls, layout: KeyLayout, rows: Sequence[LocalRow], place: ContextRank, device: torch.device) -> PassKVStep:
-        kept, slots = layout.kept(rows, place.ownership(), device)
-        return cls(layout.runs(KeyLayout.FRESH, rows), layout.runs(KeyLayout.CACHED, rows), kept, slots)
+        owned, slots = layout.owned(rows, place.ownership(), device)
+        return cls(layout.runs(KeyLayout.FRESH, rows), layout.runs(KeyLayout.CACHED, rows), owned, slots)
 
 
 class Style(Protocol):

@@ -53,8 +53,8 @@ class ContextPlan:
         self.pass_kv_rows = [row for row in cached if config.passes_keys(row.count, row.start)]
         pass_q_rows = [row for row in cached if row not in self.pass_kv_rows]
 
-        self.kept = torch.nonzero(batch.slots >= 0).flatten()
-        self.slots = batch.slots[self.kept]
+        self.owned = torch.nonzero(batch.slots >= 0).flatten()
+        self.slots = batch.slots[self.owned]
         self.chunks = [_at_hand(row) for row in rows if not row.is_split and not row.is_decode]
         self.decodes = [row for row in whole if row.is_decode]
         self.pages = {row.index: self._own_pages(row) for row in [*whole, *cached] if not row.is_decode}
