@@ -1,4 +1,4 @@
-"""Attention with capped scores (Gemma 2), written out: no kernel of torch does this.
+"""Eager attention with capped scores (Gemma 2): no kernel of torch does this.
 
     scores = cap * tanh(q k * scale / cap) + mask,    out = softmax(scores) v
 

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp written out in matrix products: any device, any dtype, any mask.
+"""Eager attention: in matrix products, with its log-sum-exp: any device, any dtype, any mask.
 
 Where no kernel returns what is needed. The caller bounds the scores: masks are made for few queries at a time
 (`actors.model.attention.context.mask_spans`), and without a mask queries go in blocks of at most `_MOST_SCORES` scores.
@@ -13,7 +13,7 @@ _MOST_SCORES = 1 << 24
 """64 MiB in fp32."""
 
 
-def written_attention(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

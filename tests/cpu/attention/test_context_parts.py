@@ -14,9 +14,9 @@ from torch import Tensor
 from actors.model.attention.context.mask_spans import mask_spans
 from actors.model.attention.cpu.flash import flash_with_lse
 from actors.model.attention.cpu.partial_kernel import CpuPartial
-from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial, choose_cuda_partial
+from actors.model.attention.cuda.partial_kernels import EagerPartial, FlashPartial, choose_cuda_partial
 from actors.model.attention.decode_row import decode_row
-from actors.model.attention.eager import written_attention
+from actors.model.attention.eager import eager_attention
 from actors.model.attention.parts import Sum, merge_packed, pack, unpack
 from actors.model.kv.kv_cache import KVCache
 from placement.ownership.context import Ownership, spans
@@ -92,9 +92,9 @@ def test_mask_spans_show_each_query_what_it_sees_and_nothing_else(seed: int, win
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("causal", [False, True])
-def test_written_out_equals_the_operator(causal: bool, softcap: float | None) -> None:
+def test_eager_attention_equals_the_operator(causal: bool, softcap: float | None) -> None:
     q, k, v = inputs(6, 6)
-    found = written_attention(q, k, v, 0.3, causal=causal, softcap=softcap)
+    found = eager_attention(q, k, v, 0.3, causal=causal, softcap=softcap)
     right = flash_with_lse(q, k, v, 0.3, causal=causal, softcap=softcap)
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
 
@@ -126,7 +126,7 @@ def fake_package(calls: list[dict[str, Any]]) -> ModuleType:
             else:
                 keys, values = (x[block_table[at].long()].flatten(0, 1)[: end - begin] for x in (k, v))
             block = (x.transpose(0, 1).unsqueeze(0) for x in (q[first:stop], keys, values))
-            out, lse = written_attention(*block, softmax_scale, causal=causal)
+            out, lse = eager_attention(*block, softmax_scale, causal=causal)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
         return torch.cat(outs), torch.cat(lses, -1), None
@@ -163,11 +163,11 @@ def test_a_package_that_returns_the_lse_is_used_for_blocks_and_pages() -> None:
     assert [call["block_table"] is not None for call in calls] == [False, False, True]
 
 
-def test_without_a_package_or_with_fp32_it_is_written_out() -> None:
+def test_without_a_package_or_with_fp32_it_is_eager() -> None:
     def load(name: str) -> ModuleType:
         raise ImportError(name)
 
-    assert type(choose_cuda_partial(torch.bfloat16, 16, load)) is WrittenPartial
-    assert type(choose_cuda_partial(torch.float32, 16, lambda name: fake_package([]))) is WrittenPartial
-    assert type(choose_cuda_partial(torch.bfloat16, 8, lambda name: fake_package([]))) is WrittenPartial
-    assert type(choose_cuda_partial(torch.bfloat16, 16, lambda name: fake_package([]), softcap=True)) is WrittenPartial
+    assert type(choose_cuda_partial(torch.bfloat16, 16, load)) is EagerPartial
+    assert type(choose_cuda_partial(torch.float32, 16, lambda name: fake_package([]))) is EagerPartial
+    assert type(choose_cuda_partial(torch.bfloat16, 8, lambda name: fake_package([]))) is EagerPartial
+    assert type(choose_cuda_partial(torch.bfloat16, 16, lambda name: fake_package([]), softcap=True)) is EagerPartial

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.gather import GatherAttention
-from actors.model.attention.cuda.partial_kernels import FlashPartial, WrittenPartial
+from actors.model.attention.cuda.partial_kernels import EagerPartial, FlashPartial
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention_selection import choose
 from actors.model.kv.kv_cache import KVCache
@@ -170,7 +170,7 @@ def package(calls: list[int]) -> ModuleType:
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table, return_attn_probs
     ):  # type: ignore[no-untyped-def]
         calls.append(q.shape[-1])
-        out, lse = WrittenPartial().dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), softmax_scale, None, causal)
+        out, lse = EagerPartial().dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), softmax_scale, None, causal)
         return out[0].transpose(0, 1), lse[0], None
 
     module = ModuleType("vllm_flash_attn")

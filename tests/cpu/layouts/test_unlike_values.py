@@ -13,8 +13,8 @@ from actors.model.attention.capped import capped_attention
 from actors.model.attention.cpu.flash import flash_with_lse
 from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
-from actors.model.attention.cuda.partial_kernels import WrittenPartial
-from actors.model.attention.eager import written_attention
+from actors.model.attention.cuda.partial_kernels import EagerPartial
+from actors.model.attention.eager import eager_attention
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.kv.pages import source
@@ -38,7 +38,7 @@ def inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(2, 4, queries, 12), torch.randn(2, 2, keys, 12), torch.randn(2, 2, keys, 8)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     scores = q @ k.repeat_interleave(2, 1).mT * 0.3
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
@@ -48,9 +48,9 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(1, 7, False), (5, 5, True), (3, 9, False)])
 def test_kernels_give_as_many_dimensions_as_values_have(queries: int, keys: int, causal: bool) -> None:
     q, k, v = inputs(queries, keys)
-    for kernel in (flash_with_lse, written_attention):
+    for kernel in (flash_with_lse, eager_attention):
         out, lse = kernel(q, k, v, 0.3, causal=causal)
-        torch.testing.assert_close(out, written_out(q, k, v, causal), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out, reference(q, k, v, causal), atol=1e-5, rtol=1e-5)
         assert lse.shape == (2, 4, queries)
     capped, _ = flash_with_lse(q, k, v, 0.3, causal=causal, softcap=2.0)
     padded = torch.nn.functional.pad(v, (0, 4))
@@ -103,8 +103,8 @@ def test_attention_over_gathered_pages_equals_transformers() -> None:
         torch.testing.assert_close(found, model.logits(tokens), atol=1e-4, rtol=1e-4)
     assert type(choose_cuda(torch.bfloat16, 16, head_dim=192, value_dim=128)) is GatherAttention
     q, k, v = inputs(3, 3)
-    out, _ = WrittenPartial().dense(q, k, v, 0.3, None, causal=True)
-    torch.testing.assert_close(out, written_out(q, k, v, True), atol=1e-5, rtol=1e-5)
+    out, _ = EagerPartial().dense(q, k, v, 0.3, None, causal=True)
+    torch.testing.assert_close(out, reference(q, k, v, True), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from actors.model.attention.backend import with_sinks
-from actors.model.attention.eager import written_attention
+from actors.model.attention.eager import eager_attention
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import source
 from actors.model.step.batch import Batch
@@ -59,7 +59,7 @@ def _attend(
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)[None, None]
-    out, lse = written_attention(q, k, v, scale, mask=mask, softcap=softcap)
+    out, lse = eager_attention(q, k, v, scale, mask=mask, softcap=softcap)
     return out if sinks is None else with_sinks(out, lse, sinks[:, None])
 
 

@@ -4,7 +4,7 @@
     vllm.vllm_flash_attn          flash_attn_varlen_func(..., return_softmax_lse=True)    pages of 16
 
 The kernels take no mask, and heads of at most 256. Masked blocks, decode rows whose window begins inside their pages, and
-latents (`actors.model.latent`, absorbed) are written out (`attention_written`): few queries, few keys, or one KV head for all.
+latents (`actors.model.latent`, absorbed) use eager attention (`eager.py`): few queries, few keys, or one KV head for all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from actors.model.attention.cpu.decode import DecodeBucket, bucketed
 from actors.model.attention.cuda.choose import MOST_HEAD_DIM, Import
 from actors.model.attention.decode_row import DecodeRow
-from actors.model.attention.eager import written_attention
+from actors.model.attention.eager import eager_attention
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache
 
@@ -95,7 +95,7 @@ _OFFERS = (
 """(module, page multiple, adapter, parameters that older versions lack)"""
 
 
-class WrittenPartial:
+class EagerPartial:
     """No package: matrix products for all of it."""
 
     name = "matrix products"
@@ -110,24 +110,24 @@ class WrittenPartial:
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+        return eager_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
-        return [WrittenBucket(bucket) for bucket in bucketed(rows, cache)]
+        return [EagerBucket(bucket) for bucket in bucketed(rows, cache)]
 
 
-class WrittenBucket:
-    """A bucket of decode rows under `written_attention`."""
+class EagerBucket:
+    """A bucket of decode rows under `eager_attention`."""
 
     def __init__(self, bucket: DecodeBucket) -> None:
         self.rows, self._bucket = bucket.rows, bucket
 
     def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        return self._bucket.run_with_lse(q, cache, layer, scale, softcap, written_attention)
+        return self._bucket.run_with_lse(q, cache, layer, scale, softcap, eager_attention)
 
 
-class FlashPartial(WrittenPartial):
-    """One package's kernel; masks and cut pages are written out."""
+class FlashPartial(EagerPartial):
+    """One package's kernel; masks and cut pages use eager attention."""
 
     def __init__(self, name: str, part: Part) -> None:
         self.name, self._part = name, part
@@ -143,7 +143,7 @@ class FlashPartial(WrittenPartial):
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if mask is not None or q.shape[-1] > MOST_HEAD_DIM or v.shape[-1] != q.shape[-1]:
-            return written_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+            return eager_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
         queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         lengths = Lengths.of([len(queries)], [len(keys)], q.device)
         out, lse = self._part(queries, keys, values, lengths, causal, scale, softcap)
@@ -182,7 +182,7 @@ def choose_cuda_partial(
             wanted = {*needs, "softcap"} if softcap else set(needs)
             if function is not None and wanted <= inspect.signature(function).parameters.keys():
                 return FlashPartial(f"{module} (CUDA)", adapt(function))
-    return WrittenPartial()
+    return EagerPartial()
 
 
 def _find(module: str, load: Import) -> Callable[..., Any] | None:
