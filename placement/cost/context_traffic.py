@@ -88,7 +88,7 @@ class _Step:
     @property
     def part_bytes(self) -> int:
         """Bytes of one head's partial output for one query."""
-        return self.kind.part_dim * self.step.element_bytes + _LSE_BYTES
+        return self.kind.partial_dim * self.step.element_bytes + _LSE_BYTES
 
     def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
         """Tokens of `rows` that this cp rank runs, or the given one."""

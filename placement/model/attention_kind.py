@@ -18,8 +18,8 @@ class AttentionKind:
     """Sizes of one kind of attention, whole (before any split). Latents (`placement.model.mla_spec`) are one KV head::
 
                query, key   value        a token in the cache, for each KV head     what comes back for a query
-    plain      key_dim      value_dim    cached_dim = key_dim + value_dim           part_dim = value_dim
-    latent     latent_dim   latent_dim   cached_dim = latent_dim (both at once)     part_dim = kv_lora_rank
+    plain      key_dim      value_dim    cached_dim = key_dim + value_dim           partial_dim = value_dim
+    latent     latent_dim   latent_dim   cached_dim = latent_dim (both at once)     partial_dim = kv_lora_rank
     """
 
     num_heads: int
@@ -27,7 +27,7 @@ class AttentionKind:
     key_dim: int
     value_dim: int
     cached_dim: int
-    part_dim: int
+    partial_dim: int
     label: str = ""
     """Stands before the names of what layers of this kind do: empty, or ``window`` and a space."""
 

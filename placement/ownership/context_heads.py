@@ -22,4 +22,4 @@ def weights(kind: AttentionKind, layout: Layout, tp_rank: int) -> tuple[int, int
     """
     _, kv_heads = heads(kind, layout.tp, layout.tp_shares)[tp_rank]
     num_heads = sum(map(len, group_heads(kind, layout, tp_rank)))
-    return num_heads * (kind.key_dim + kind.part_dim), len(kv_heads) * kind.cached_dim
+    return num_heads * (kind.key_dim + kind.partial_dim), len(kv_heads) * kind.cached_dim

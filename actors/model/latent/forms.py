@@ -16,7 +16,7 @@ class Naive:
     heads: LatentHeads
 
     @property
-    def part_dim(self) -> int:
+    def partial_dim(self) -> int:
         return self.heads.mla.value_dim
 
     def queries(self, q: Tensor) -> Tensor:
@@ -25,11 +25,11 @@ class Naive:
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         return self.heads.expand(kv[:, 0])
 
-    def parts(self, out: Tensor) -> Tensor:
-        return out[..., : self.part_dim]
+    def partial_outputs(self, out: Tensor) -> Tensor:
+        return out[..., : self.partial_dim]
 
-    def answers(self, parts: Tensor) -> Tensor:
-        return parts
+    def outputs(self, partial_outputs: Tensor) -> Tensor:
+        return partial_outputs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Absorbed:
     heads: LatentHeads
 
     @property
-    def part_dim(self) -> int:
+    def partial_dim(self) -> int:
         return self.heads.mla.kv_lora_rank
 
     def queries(self, q: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class Absorbed:
         latents = kv.transpose(0, 1).unsqueeze(0)
         return latents, latents
 
-    def parts(self, out: Tensor) -> Tensor:
-        return out[..., : self.part_dim]
+    def partial_outputs(self, out: Tensor) -> Tensor:
+        return out[..., : self.partial_dim]
 
-    def answers(self, parts: Tensor) -> Tensor:
-        return self.heads.lift(parts)
+    def outputs(self, partial_outputs: Tensor) -> Tensor:
+        return self.heads.lift(partial_outputs)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.partial import PartialKernel
-from actors.model.attention.parts import Sum
+from actors.model.attention.partial_outputs import OutputAccumulator
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Source, source
 from actors.model.latent.forms import Absorbed, Naive
@@ -87,7 +87,7 @@ class LocalLatent:
     ) -> Tensor:
         form, one_head = Absorbed(heads), latents.unsqueeze(1)
         out = self._paged.attend(form.queries(q), one_head, one_head, cache, layer, plan.absorbed, None, scale)
-        return form.answers(form.parts(out.transpose(0, 1))).transpose(0, 1)
+        return form.outputs(form.partial_outputs(out.transpose(0, 1))).transpose(0, 1)
 
     def _naive(
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, row: NaiveRow, scale: float
@@ -95,14 +95,14 @@ class LocalLatent:
         form, queries = Naive(heads), q.transpose(0, 1).unsqueeze(0)
         out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None]), scale, None, causal=True)
         if row.context:
-            total = Sum(heads.num_heads, len(q), form.part_dim, q.device)
-            total.add(slice(None), form.parts(out[0]), lse[0])
+            total = OutputAccumulator(heads.num_heads, len(q), form.partial_dim, q.device)
+            total.add(slice(None), form.partial_outputs(out[0]), lse[0])
             for piece in row.context:
                 cached, _ = piece.read(cache, layer)
                 out, lse = self._kernel.dense(queries, *form.keys_values(cached[0].transpose(0, 1)), scale, None)
-                total.add(slice(None), form.parts(out[0]), lse[0])
+                total.add(slice(None), form.partial_outputs(out[0]), lse[0])
             return total.out.transpose(0, 1).to(q.dtype)
-        return form.parts(out[0]).transpose(0, 1)
+        return form.partial_outputs(out[0]).transpose(0, 1)
 
 
 def _naive_rows(batch: Batch, cache: KVCache, absorbed: set[int]) -> Iterator[NaiveRow]:

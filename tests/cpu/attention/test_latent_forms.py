@@ -60,7 +60,7 @@ def test_both_forms_are_the_definition(mla: MLASpec) -> None:
     for form in (Naive(heads), Absorbed(heads)):
         queries = form.queries(q).transpose(0, 1).unsqueeze(0)
         out, _ = CpuPartial().dense(queries, *form.keys_values(latents[:, None]), scale, None, causal=True)
-        found.append(form.answers(form.parts(out[0])).transpose(0, 1))
+        found.append(form.outputs(form.partial_outputs(out[0])).transpose(0, 1))
         torch.testing.assert_close(found[-1], right, atol=2e-5, rtol=2e-5)
     assert (found[0] - found[1]).abs().max() <= 1e-5 * right.abs().max()
 

@@ -103,7 +103,7 @@ def test_partial_attentions_merged_without_their_weights(monkeypatch: pytest.Mon
 def test_parts_of_a_context_on_several_ranks_merged_without_their_weights(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     if rules.broken(Layout.parse(layout), tiny("llama2").spec, None):
         pytest.skip(f"{layout} is not legal yet")
-    merging = importlib.import_module("actors.model.attention.parts")
+    merging = importlib.import_module("actors.model.attention.partial_outputs")
 
     def unweighted(parts: Any) -> tuple[Tensor, Tensor]:
         outputs, lses = zip(*parts, strict=True)

@@ -32,7 +32,7 @@ from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextConfig, ContextPlan
 from actors.model.attention.partial import PartialKernel
-from actors.model.attention.parts import Sum, merge_packed, pack
+from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 from placement.layout.layout import Layout
@@ -57,21 +57,28 @@ class _Layer:
     form: AttentionForm
     """Of queries that attend to shared keys."""
 
-    def add_fresh(self, total: Sum, inputs: AttentionInputs, run: KeyRun, kv: Tensor) -> None:
+    def add_fresh(self, total: OutputAccumulator, inputs: AttentionInputs, run: KeyRun, kv: Tensor) -> None:
         """Add to the tokens of a row what they see of its fresh keys, made of `kv` [keys, kv_heads, dim]."""
         row = run.row
         form = inputs.fresh(row)
         for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kv)):
-            total.add(slice(row.tokens.start + at.start, row.tokens.start + at.stop), form.answers(out), lse)
+            total.add(slice(row.tokens.start + at.start, row.tokens.start + at.stop), form.outputs(out), lse)
 
     def add_shared(
-        self, total: Sum, at: slice, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
+        self,
+        total: OutputAccumulator,
+        at: slice,
+        q: Tensor,
+        spans: tuple[range, ...],
+        run: KeyRun,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
         """Add to the tokens `at` of `total` what `q` [tokens, heads, dim] sees of `keys`, `values` [1, kv_heads, keys, dim]."""
         for rows, out, lse in self._seen(self.form, q, spans, run, keys, values):
             total.add(slice(at.start + rows.start, at.start + rows.stop), out, lse)
 
-    def add_pages(self, total: Sum, at: slice, q: Tensor, row: LocalRow, spans: tuple[range, ...]) -> None:
+    def add_pages(self, total: OutputAccumulator, at: slice, q: Tensor, row: LocalRow, spans: tuple[range, ...]) -> None:
         """As `add_shared`, over the cached keys of `row` in own pages."""
         run, read = self.plan.pages[row.index]
         if read is not None:
@@ -80,7 +87,7 @@ class _Layer:
     def _seen(
         self, form: AttentionForm, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For some of `q` at a time: which, the part [heads, tokens, part_dim] they got, and its LSE."""
+        """For some of `q` at a time: which, the part [heads, tokens, partial_dim] they got, and its LSE."""
         queries = q.transpose(0, 1).unsqueeze(0)
         for call in self.plan.mask_spans(run, spans, self.window):
             out, lse = self.kernel.dense(
@@ -92,7 +99,7 @@ class _Layer:
                 call.causal,
                 call.mask,
             )
-            yield call.queries, form.parts(out[0]), lse[0]
+            yield call.queries, form.partial_outputs(out[0]), lse[0]
 
 
 class ContextAttention:
@@ -155,12 +162,12 @@ class ContextAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`attend`, whatever it is that is cached of a token: returns [tokens, q_heads, answer_dim]."""
+        """`attend`, whatever it is that is cached of a token: returns [tokens, q_heads, output_dim]."""
         q, kv, form = inputs.q, inputs.kv, inputs.shared
         call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
         cache.write_kv(layer, plan.slots, kv[plan.owned])
-        fresh = Sum(q.shape[1], q.shape[0], inputs.answer_dim, q.device)
-        shared = Sum(plan.heads.num_heads, len(plan.shared), form.part_dim, q.device)
+        fresh = OutputAccumulator(q.shape[1], q.shape[0], inputs.output_dim, q.device)
+        shared = OutputAccumulator(plan.heads.num_heads, len(plan.shared), form.partial_dim, q.device)
         shared_q = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
         for run in plan.chunks:
             call.add_fresh(fresh, inputs, run, kv[run.row.tokens])
@@ -170,20 +177,20 @@ class ContextAttention:
             self._add_passed_kv(plan.style, fresh, shared, inputs, shared_q, self._contribution(kv, call), call)
         if plan.pass_q is not None:
             rows = slice(len(plan.shared) - plan.num_pass_q_tokens, len(plan.shared))
-            shared.add(rows, *plan.pass_q.attend(shared_q[rows], form.part_dim, call.add_pages))
+            shared.add(rows, *plan.pass_q.attend(shared_q[rows], form.partial_dim, call.add_pages))
         if len(plan.shared):
             out, lse = plan.heads.scatter(shared, q.dtype)
-            fresh.add(plan.shared, form.answers(out.to(q.dtype)), lse)
+            fresh.add(plan.shared, form.outputs(out.to(q.dtype)), lse)
         out = fresh.out if sinks is None else with_sinks(fresh.out, fresh.lse, sinks[:, None])
         return out.transpose(0, 1).to(q.dtype)
 
-    def _add_whole_rows(self, shared: Sum, q: Tensor, call: _Layer) -> None:
+    def _add_whole_rows(self, shared: OutputAccumulator, q: Tensor, call: _Layer) -> None:
         """Rows that every cp rank runs: each over its own pages, then joined over cp."""
         plan = call.plan
-        here = Sum(shared.out.shape[0], plan.num_whole, call.form.part_dim, q.device)
+        here = OutputAccumulator(shared.out.shape[0], plan.num_whole, call.form.partial_dim, q.device)
         for task in plan.decode(call.window):
             out, lse = task.run_with_lse(q[task.rows], call.cache, call.layer, call.scale, call.softcap)
-            here.add(task.rows, call.form.parts(out.transpose(0, 1)), lse.transpose(0, 1))
+            here.add(task.rows, call.form.partial_outputs(out.transpose(0, 1)), lse.transpose(0, 1))
         for row in plan.whole_chunks:
             at = plan.shared_at[row.index]
             call.add_pages(here, at, q[at], row, row.spans)
@@ -202,7 +209,14 @@ class ContextAttention:
         return torch.cat(parts)
 
     def _add_passed_kv(
-        self, style: Style, fresh: Sum, shared: Sum, inputs: AttentionInputs, shared_q: Tensor, own: Tensor, call: _Layer
+        self,
+        style: Style,
+        fresh: OutputAccumulator,
+        shared: OutputAccumulator,
+        inputs: AttentionInputs,
+        shared_q: Tensor,
+        own: Tensor,
+        call: _Layer,
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
         for kv_step, tensor in style.kv_steps(own):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.groups.group import Group
-from actors.model.attention.parts import Sum, merge_packed, pack
+from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack
 
 
 class HeadExchange:
@@ -36,7 +36,7 @@ class HeadExchange:
         """Own queries [tokens, own heads, dim] -> those of the whole group [tokens, all heads, dim], contiguous."""
         return self._dcp.all_gather(q.transpose(0, 1).contiguous(), self._heads).transpose(0, 1).contiguous()
 
-    def scatter(self, parts: Sum, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def scatter(self, parts: OutputAccumulator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What this rank's keys gave all heads -> what all ranks' keys gave own heads: output [own heads, tokens, dim], LSE."""
         own, size = self._heads[self._dcp.rank], self._dcp.size
         received = self._dcp.all_to_all(pack(parts.out, parts.lse, dtype), self._heads, [own] * size)

@@ -20,10 +20,10 @@ from actors.model.attention.context.local_rows import LocalRow
 
 
 class AttentionForm(Protocol):
-    """One way in which queries attend to keys. `part_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
+    """One way in which queries attend to keys. `partial_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
 
     @property
-    def part_dim(self) -> int: ...
+    def partial_dim(self) -> int: ...
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries of a layer [tokens, heads, _] -> of the kernel [tokens, heads, dim]."""
@@ -31,11 +31,11 @@ class AttentionForm(Protocol):
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """What is cached of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
 
-    def parts(self, out: Tensor) -> Tensor:
-        """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, part_dim]."""
+    def partial_outputs(self, out: Tensor) -> Tensor:
+        """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, partial_dim]."""
 
-    def answers(self, parts: Tensor) -> Tensor:
-        """[heads, tokens, part_dim] -> [heads, tokens, answer_dim]; linear, and row by row."""
+    def outputs(self, partial_outputs: Tensor) -> Tensor:
+        """[heads, tokens, partial_dim] -> [heads, tokens, output_dim]; linear, and row by row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plain:
     """Keys and values as they are, kept side by side."""
 
     key_dim: int
-    part_dim: int
+    partial_dim: int
 
     def queries(self, q: Tensor) -> Tensor:
         return q
@@ -52,11 +52,11 @@ class Plain:
         both = kv.transpose(0, 1).unsqueeze(0)
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
-    def parts(self, out: Tensor) -> Tensor:
+    def partial_outputs(self, out: Tensor) -> Tensor:
         return out
 
-    def answers(self, parts: Tensor) -> Tensor:
-        return parts
+    def outputs(self, partial_outputs: Tensor) -> Tensor:
+        return partial_outputs
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AttentionInputs:
     """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
     fresh: Callable[[LocalRow], AttentionForm]
     shared: AttentionForm
-    answer_dim: int
+    output_dim: int
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.attention.context.local_rows import LocalRow
-from actors.model.attention.parts import Sum, merge_packed, pack
+from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack
 from placement.ownership.context import ContextRank
 
-AddCached = Callable[[Sum, slice, Tensor, LocalRow, tuple[range, ...]], None]
+AddCached = Callable[[OutputAccumulator, slice, Tensor, LocalRow, tuple[range, ...]], None]
 """Adds to the tokens ``slice`` of a sum what queries [tokens, heads, dim] at the given positions see in the row's own pages."""
 
 
@@ -32,10 +32,10 @@ class QueryExchange:
         lengths = [sum(map(len, runs)) for _, runs in self._runs]
         self._sizes = [sum(lengths[rank * len(rows) : (rank + 1) * len(rows)]) for rank in range(place.cp)]
 
-    def attend(self, q: Tensor, part_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
-        """Own queries `q` [tokens, heads, dim] of the rows -> [heads, tokens, part_dim] over everybody's pages, and LSE."""
+    def attend(self, q: Tensor, partial_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
+        """Own queries `q` [tokens, heads, dim] of the rows -> [heads, tokens, partial_dim] over everybody's pages, and LSE."""
         everybody = self._cp.all_gather(q, self._sizes)
-        parts = Sum(q.shape[1], len(everybody), part_dim, q.device)
+        parts = OutputAccumulator(q.shape[1], len(everybody), partial_dim, q.device)
         at = 0
         for row, runs in self._runs:
             tokens = slice(at, at + sum(map(len, runs)))

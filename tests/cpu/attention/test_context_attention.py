@@ -17,7 +17,7 @@ from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.partial_kernels import EagerPartial, FlashPartial, choose_cuda_partial
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention.eager import eager_attention
-from actors.model.attention.parts import Sum, merge_packed, pack, unpack
+from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack, unpack
 from actors.model.kv.kv_cache import KVCache
 from placement.ownership.context import Ownership, spans
 
@@ -44,7 +44,7 @@ def test_parts_of_any_partition_make_the_whole(seed: int) -> None:
     keys = rng.randint(1, 30)
     q, k, v = inputs(5, keys, seed=seed)
     owner = torch.tensor([rng.randrange(rng.randint(1, 6)) for _ in range(keys)])
-    total = Sum(4, 5, 8, CPU)
+    total = OutputAccumulator(4, 5, 8, CPU)
     for part in rng.sample(range(7), 7):  # part 6 is always empty
         mine = owner == part
         out, lse = flash_with_lse(q, k[:, :, mine].contiguous(), v[:, :, mine].contiguous(), 0.3)
@@ -78,7 +78,7 @@ def test_mask_spans_show_each_query_what_it_sees_and_nothing_else(seed: int, win
     at = torch.tensor([position for run in runs for position in run])
     for keys in (owned, passed, np.arange(start + count), np.zeros(0, np.int64)):
         q, k, v = inputs(len(at), max(1, len(keys)), seed=seed)
-        total = Sum(4, len(at), 8, CPU)
+        total = OutputAccumulator(4, len(at), 8, CPU)
         for call in mask_spans(runs, keys, window, CPU):
             parts = (q[:, :, call.queries], k[:, :, call.keys], v[:, :, call.keys])
             out, lse = flash_with_lse(*parts, 0.3, causal=call.causal, mask=call.mask)
@@ -154,7 +154,7 @@ def test_a_package_that_returns_the_lse_is_used_for_blocks_and_pages() -> None:
     cache.pages(0).normal_()
     rows = [decode_row(0, [3, 1], 0, 20, 16), decode_row(1, [5], 0, 7, 16), decode_row(2, [2, 6], 5, 30, 16)]
     q = torch.randn(3, 4, 8)
-    found, right = (Sum(4, 3, 8, CPU) for _ in range(2))
+    found, right = (OutputAccumulator(4, 3, 8, CPU) for _ in range(2))
     for total, chosen in ((found, kernel), (right, CpuPartial())):
         for task in chosen.decode(rows, cache):
             out, lse = task.run_with_lse(q[task.rows], cache, 0, 0.3, None)

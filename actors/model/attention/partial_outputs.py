@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.model.attention.merge import merge
 
 
-class Sum:
+class OutputAccumulator:
     """Attention of `heads` x `tokens` queries over the parts added so far, in fp32 whatever the model computes in."""
 
     def __init__(self, heads: int, tokens: int, dim: int, device: torch.device) -> None:
