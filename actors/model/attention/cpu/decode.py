@@ -24,7 +24,7 @@ from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Source, consecutive, source
 from actors.model.step.batch import Batch
 
-Kernel = Callable[..., tuple[Tensor, Tensor]]
+LseKernel = Callable[..., tuple[Tensor, Tensor]]
 """A function like `flash_with_lse`."""
 
 _WASTE = 0.25
@@ -60,7 +60,13 @@ class DecodeBucket:
         return out.reshape(rows, heads, values.shape[3])
 
     def run_with_lse(
-        self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None = None, kernel: Kernel = flash_with_lse
+        self,
+        q: Tensor,
+        cache: KVCache,
+        layer: int,
+        scale: float,
+        softcap: float | None = None,
+        kernel: LseKernel = flash_with_lse,
     ) -> tuple[Tensor, Tensor]:
         """Output [rows, q_heads, dim of values] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
         keys, values = self.keys.read(cache, layer)

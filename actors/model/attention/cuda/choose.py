@@ -19,7 +19,7 @@ import torch
 
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.cuda.gather import GatherAttention
-from actors.model.attention.cuda.varlen import Kernel, VarlenAttention, flash_attn_kernel, torch_kernel, vllm_kernel
+from actors.model.attention.cuda.varlen import VarlenAttention, VarlenKernel, flash_attn_kernel, torch_kernel, vllm_kernel
 
 Import = Callable[[str], ModuleType]
 
@@ -31,7 +31,7 @@ class _Offer:
     module: str
     function: str
     page_multiple: int
-    adapt: Callable[[Callable[..., Any]], Kernel]
+    adapt: Callable[[Callable[..., Any]], VarlenKernel]
     needs: str
     """A parameter that older versions of the function lack."""
 

@@ -1,6 +1,6 @@
 """Paged attention on CUDA with a flash-attention kernel: one call a layer for prefill chunks and decode rows together.
 
-Three packages offer such a kernel under one idea and four signatures; an adapter (`Kernel`) hides which. All align causal
+Three packages offer such a kernel under one idea and four signatures; an adapter (`VarlenKernel`) hides which. All align causal
 masks to the bottom right (the end of the sequence), take a window as (tokens before, tokens after), and read K and V
 through a block table from pages ``[num_blocks, block_size, kv_heads, head_dim]``.
 """
@@ -36,14 +36,14 @@ class VarlenPlan:
     """[sequences, longest table], padded with block 0."""
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float, float | None], Tensor]
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float, float | None], Tensor]
 """(q, key pages, value pages, plan, window, scale, softcap) -> [tokens, q_heads, head_dim]."""
 
 
 class VarlenAttention:
     """The `AttentionBackend` of one kernel."""
 
-    def __init__(self, name: str, kernel: Kernel) -> None:
+    def __init__(self, name: str, kernel: VarlenKernel) -> None:
         self.name = name
         self._kernel = kernel
 
@@ -82,7 +82,7 @@ class VarlenAttention:
         return self._kernel(q, *cache.paged_views(layer), plan, (before, 0), scale, softcap)
 
 
-def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
+def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
 
     def run(
@@ -113,7 +113,7 @@ def flash_attn_kernel(function: Callable[..., Any]) -> Kernel:
     return run
 
 
-def vllm_kernel(function: Callable[..., Any]) -> Kernel:
+def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``flash_attn_varlen_func`` as vendored in vLLM: with a block table it takes key lengths, not their running sum."""
 
     def run(
@@ -144,7 +144,7 @@ def vllm_kernel(function: Callable[..., Any]) -> Kernel:
     return run
 
 
-def torch_kernel(function: Callable[..., Any]) -> Kernel:
+def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) is its causal flag."""
 
     def run(
