@@ -71,7 +71,7 @@ LONGROPE: dict[str, Any] = {
         "partial_rotary_factor": 0.75,
     },
 }
-"""Long from 33 tokens on; 3 of 4 pairs of a head of 8 are turned."""
+"""Long from 33 tokens on; 3 of 4 pairs of a head of 8 are rotated."""
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

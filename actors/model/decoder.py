@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.regions = Regions(tp, scatter_from)
         self.exchanges = exchanges or OnlySums()
         self._leave = _all_tokens if own.last_stage else _own_tokens
-        self._ropes = [make_rope(rope, spec.turned_dim, device) for rope in build.ropes]
+        self._ropes = [make_rope(rope, spec.rotary_dim, device) for rope in build.ropes]
         self._attention = attention
         self.mixtures = {
             layer: built.mlp

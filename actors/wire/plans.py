@@ -23,7 +23,7 @@ class SequenceStart(Message):
     prompt_length: int
     sampling: SamplingParams
     rope_length: int | None = None
-    """Length by which a rope that depends on it turns the tokens; None: the prompt's. See `RopeSpec.deciding_length`."""
+    """Length by which a rope that depends on it rotates the tokens; None: the prompt's. See `RopeSpec.deciding_length`."""
 
 
 class Row(Message):

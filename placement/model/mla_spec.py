@@ -47,7 +47,7 @@ class MLASpec(BaseModel):
 
     @property
     def latent_dim(self) -> int:
-        """Values of a token in the cache of a layer: the normed latent, and the shared key turned by its position."""
+        """Values of a token in the cache of a layer: the normed latent, and the shared key rotated by its position."""
         return self.kv_lora_rank + self.rope_dim
 
     @property

@@ -49,14 +49,14 @@ class RopeSpec(BaseModel):
     long_factor: tuple[Positive, ...] = ()
     """``longrope``: the same in longer sequences."""
     rotary_dims: PositiveInt | None = None
-    """Dimensions of each head that are turned, from the first on; None: all."""
+    """Dimensions of each head that are rotated, from the first on; None: all."""
     interleaved: bool = False
-    """Neighbouring dimensions are turned together, not those half a head apart."""
+    """Neighbouring dimensions are rotated together, not those half a head apart."""
 
     @model_validator(mode="after")
     def _factors_fit(self) -> Self:
         if self.rotary_dims is not None and self.rotary_dims % 2:
-            raise ValueError(f"rotary_dims={self.rotary_dims} is odd, but rotary embedding turns pairs")
+            raise ValueError(f"rotary_dims={self.rotary_dims} is odd, but rotary embedding rotates pairs")
         if self.kind in ("longrope", "dynamic") and self.original_max_position is None:
             raise ValueError(f"rope kind {self.kind!r} needs original_max_position (the trained context length)")
         return self
@@ -69,8 +69,8 @@ class RopeSpec(BaseModel):
     def deciding_length(self, prompt_length: int, longest: int) -> int:
         """The length a sequence counts as having from its first token on; `longest` is what it can grow to.
 
-        ``longrope``: the longest, for a sequence must not change its frequencies on the way (a query turned by one set does
-        not match keys turned by the other). ``dynamic``: the prompt's; tokens past it count the tokens up to them.
+        ``longrope``: the longest, for a sequence must not change its frequencies on the way (a query rotated by one set does
+        not match keys rotated by the other). ``dynamic``: the prompt's; tokens past it count the tokens up to them.
         """
         return longest if self.kind == "longrope" else prompt_length
 
@@ -162,8 +162,8 @@ class ModelSpec(BaseModel):
         for name in ("num_kv_heads", "window_kv_heads"):
             if self.num_heads % (getattr(self, name) or 1):
                 raise ValueError(f"num_heads={self.num_heads} is not a multiple of {name}={getattr(self, name)}")
-        if self.turned_dim % 2:
-            raise ValueError(f"head_dim={self.turned_dim} is odd, but rotary embedding turns pairs")
+        if self.rotary_dim % 2:
+            raise ValueError(f"head_dim={self.rotary_dim} is odd, but rotary embedding rotates pairs")
         if self.mla is not None:
             _check_latent(self, self.mla)
         if len(self.windows) != self.num_layers:
@@ -172,7 +172,7 @@ class ModelSpec(BaseModel):
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ValueError(f"moe names the layers {self.moe.layers}, but num_layers={self.num_layers}")
         for rope in filter(None, (self.rope, self.local_rope)):
-            _check_rope(rope, self.turned_dim)
+            _check_rope(rope, self.rotary_dim)
         return self
 
     @property
@@ -196,7 +196,7 @@ class ModelSpec(BaseModel):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def turned_dim(self) -> int:
+    def rotary_dim(self) -> int:
         """Dimensions of a head that its rope is made for."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
@@ -262,7 +262,7 @@ def _check_rope(rope: RopeSpec, head_dim: int) -> None:
     for name in ("short_factor", "long_factor"):
         given = len(getattr(rope, name))
         if given != (dims // 2 if rope.kind == "longrope" else 0):
-            raise ValueError(f"{name} has {given} numbers, but rope kind {rope.kind!r} turns {dims // 2} pairs of dimensions")
+            raise ValueError(f"{name} has {given} numbers, but rope kind {rope.kind!r} rotates {dims // 2} pairs of dimensions")
 
 
 def _check_latent(spec: ModelSpec, mla: MLASpec) -> None:

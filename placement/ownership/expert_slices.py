@@ -9,7 +9,7 @@ Checkpoints hold them in five forms (E experts of I columns)::
     each      experts.7.gate_proj, .up_proj [I, hidden], .down_proj [hidden, I]    one matrix an expert (Qwen, DeepSeek, GLM)
     mixtral   experts.7.w1, .w3, .w2                                               the same under other names
     fused     experts.gate_up_proj [E, 2I, hidden], .down_proj [E, hidden, I]      gate over up, as transformers computes
-    gpt_oss   experts.gate_up_proj [E, hidden, 2I], .down_proj [E, I, hidden]      turned; gate and up columns take turns
+    gpt_oss   experts.gate_up_proj [E, hidden, 2I], .down_proj [E, I, hidden]      transposed; gate and up columns interleaved
     stacked   experts.gate_proj, .up_proj [E, I, hidden], .down_proj [E, hidden, I]    GGUF
 """
 
@@ -67,7 +67,10 @@ def _experts(moe: MoESpec, own: Shard, hidden: int, here: str, there: str) -> It
     yield _stacked(f"{here}.gate_up", (slots, 2 * columns, hidden), own, gate_up)
     if moe.expert_bias:
         yield _stacked(
-            f"{here}.gate_up_bias", (slots, 2 * columns), own, _turns(f"{there}.gate_up_proj_bias", moe, own.expert_columns)
+            f"{here}.gate_up_bias",
+            (slots, 2 * columns),
+            own,
+            _interleaved(f"{there}.gate_up_proj_bias", moe, own.expert_columns),
         )
     yield _stacked(f"{here}.down", (slots, hidden, columns), own, down)
     # Ranks add up their columns of an expert, and the bias once: it is of the rank with the first of them.
@@ -130,24 +133,26 @@ def _fused(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut,
 
 
 def _gpt_oss(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cut, _Cut]:
-    turns = _turns(f"{there}.gate_up_proj", moe, columns, hidden)
+    interleaved = _interleaved(f"{there}.gate_up_proj", moe, columns, hidden)
 
     def down(expert: int) -> tuple[WeightSlice, ...]:
         return (
-            WeightSlice(f"{there}.down_proj", (moe.num_experts, moe.expert_size, hidden), 0, columns, 0, expert, turned=True),
+            WeightSlice(
+                f"{there}.down_proj", (moe.num_experts, moe.expert_size, hidden), 0, columns, 0, expert, transposed=True
+            ),
         )
 
-    return turns, down
+    return interleaved, down
 
 
-def _turns(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
-    """Gate and up where their columns take turns: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no `hidden`."""
+def _interleaved(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
+    """Gate and up where their columns are interleaved: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no `hidden`."""
     shape = (moe.num_experts, *hidden, 2 * moe.expert_size)
 
     def cut(expert: int) -> tuple[WeightSlice, ...]:
         return tuple(
             WeightSlice(source, shape, len(hidden), range(2 * columns.start + odd, 2 * columns.stop, 2), odd * len(columns),
-                  expert, turned=bool(hidden))
+                  expert, transposed=bool(hidden))
             for odd in (0, 1)
         )  # fmt: skip
 

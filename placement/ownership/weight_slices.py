@@ -21,7 +21,7 @@ class WeightSlice:
     where `take` has a step. `source` is the Hugging Face name of the tensor, `source_shape` its whole shape.
 
     Where tensors hold one matrix an expert, all of this is said of the matrix ``source[source_slot]`` and of ``target[slot]``;
-    where the source's is `turned`, of ``target[slot].T``.
+    where the source's is `transposed`, of ``target[slot].T``.
     """
 
     source: str
@@ -31,7 +31,7 @@ class WeightSlice:
     at: int
     source_slot: int | None = None
     slot: int | None = None
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class GgufSource:
     def _stored(self, name: str, rows: range) -> slice | NDArray[np.int64]:
         """Where rows of the Hugging Face tensor are in the file.
 
-        In a permuted head, the two halves that rope turns together lie interleaved: row ``half * d/2 + i`` of a head of
+        In a permuted head, the two halves that rope rotates together lie interleaved: row ``half * d/2 + i`` of a head of
         d rows is stored at ``2 * i + half``.
         """
         projection = name.rsplit(".", 2)[-2]

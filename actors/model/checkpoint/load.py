@@ -60,7 +60,7 @@ def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
 def landing(target: Tensor, weight_slice: WeightSlice) -> Tensor:
     """Where a slice lands in its parameter: a view, of the slice's shape."""
     matrix = target if weight_slice.slot is None else target[weight_slice.slot]
-    matrix = matrix.transpose(0, 1) if weight_slice.turned else matrix
+    matrix = matrix.transpose(0, 1) if weight_slice.transposed else matrix
     return matrix.narrow(weight_slice.dim, weight_slice.at, len(weight_slice.take))
 
 

@@ -13,7 +13,7 @@ from placement.model.mla_spec import MLASpec
 class LatentHeads(nn.Module):
     """This rank's rows of ``kv_b``: of each head ``nope_dim`` rows that make its key, then ``value_dim`` that make its value.
 
-    A latent is ``[normed latent: kv_lora_rank | turned shared key: rope_dim]``, a query ``[nope_dim | rope_dim]``.
+    A latent is ``[normed latent: kv_lora_rank | rotated shared key: rope_dim]``, a query ``[nope_dim | rope_dim]``.
     """
 
     def __init__(self, weight: nn.Parameter, mla: MLASpec) -> None:

@@ -1,11 +1,11 @@
 """The attention layer of a model with latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    x ──qkv_a──→ queries ([ q_a ] ─norm─ q_b → queries) ───────→ [nope | rope] ──turned──→ ┐
+    x ──qkv_a──→ queries ([ q_a ] ─norm─ q_b → queries) ───────→ [nope | rope] ─rotated──→ ┐
             └──→ latent ──────────────────────norm─────────────→ ┐                         ├ backend ──→ o ──sum──→ y
-            └──→ shared key ───────────────────────────turned──→ ┴ one latent a token ───→ ┘
+            └──→ shared key ──────────────────────────rotated──→ ┴ one latent a token ───→ ┘
                                                                                  (cached)
 
-The cache gets the latent normed and the shared key turned, so nothing is done again to what is read from it.
+The cache gets the latent normed and the shared key rotated, so nothing is done again to what is read from it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class LatentAttention(nn.Module):
         first = self.qkv_a(x, step.region)
         queries, latent, shared = first.tensor_split((-mla.latent_dim, -mla.rope_dim), -1)
         q = self._queries(queries).view(len(first), self.kv_b.num_heads, mla.query_dim)
-        turned = step.rotations[self._rope](torch.cat((q[..., mla.nope_dim :], shared.unsqueeze(1)), 1))
-        q = torch.cat((q[..., : mla.nope_dim], turned[:, :-1]), -1)
-        latents = torch.cat((self.kv_a_norm(latent), turned[:, -1]), -1)
+        rotated = step.rotations[self._rope](torch.cat((q[..., mla.nope_dim :], shared.unsqueeze(1)), 1))
+        q = torch.cat((q[..., : mla.nope_dim], rotated[:, :-1]), -1)
+        latents = torch.cat((self.kv_a_norm(latent), rotated[:, -1]), -1)
         paged = step.paged[0]  # latent attention is of one kind
         out = self._backend.attend(q, latents, self.kv_b, paged.cache, self._layer, paged.plan, self._scale)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from actors.model.step.rope_frequencies import dynamic_frequencies, inverse_freq
 from placement.model.spec import RopeSpec
 
 Rotate = Callable[[Tensor], Tensor]
-"""Turns [tokens, heads, head_dim] by the angles of one step; returns its dtype."""
+"""Rotates [tokens, heads, head_dim] by the angles of one step; returns its dtype."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class PairRotation:
-    """As `Rotation` where neighbours are turned together; every other element of `sin`, from the first, is negated."""
+    """As `Rotation` where neighbours are rotated together; every other element of `sin`, from the first, is negated."""
 
     cos: Tensor
     sin: Tensor
@@ -55,7 +55,7 @@ class PairRotation:
 
 @dataclass(frozen=True)
 class PartialRotation:
-    """Turns the first `dims` dimensions of each head and leaves the others."""
+    """Rotates the first `dims` dimensions of each head and leaves the others."""
 
     inner: Rotate
     dims: int
@@ -76,11 +76,11 @@ class NoRope:
     """The rope of layers that have none."""
 
     def of(self, batch: Batch) -> Rotate:
-        return _unturned
+        return _unrotated
 
 
 class Rope:
-    """Turns positions into rotations for one head size."""
+    """Makes rotations of positions for one head size."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         inverse, self.attention_factor = inverse_frequencies(spec, head_dim)
@@ -93,9 +93,9 @@ class Rope:
 
     def at(self, positions: Tensor) -> Rotate:
         """The rotation of each of `positions` [tokens] int64, true positions in the sequence."""
-        return self._turn(positions.to(torch.float32)[:, None] * self._inverse_frequencies)
+        return self._rotation_by(positions.to(torch.float32)[:, None] * self._inverse_frequencies)
 
-    def _turn(self, angles: Tensor) -> Rotate:
+    def _rotation_by(self, angles: Tensor) -> Rotate:
         """The rotation by `angles` [tokens, rotary_dims / 2] radians."""
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         rotate = self._rotation(cos, sin)
@@ -110,7 +110,7 @@ class LengthRope(Rope, ABC):
 
         length(token at position p of a sequence) = max(deciding length of the sequence, p + 1)
 
-    where the deciding length (`RopeSpec.deciding_length`) comes with the sequence. Keys are never turned anew; sequences of
+    where the deciding length (`RopeSpec.deciding_length`) comes with the sequence. Keys are never rotated anew; sequences of
     unlike `RopeSpec.length_class` share none.
     """
 
@@ -123,7 +123,7 @@ class LengthRope(Rope, ABC):
 
     def in_sequences(self, positions: Tensor, lengths: Tensor) -> Rotate:
         """The rotation of each of `positions` in a sequence as long as its entry of `lengths` [tokens] says."""
-        return self._turn(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
+        return self._rotation_by(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
 
     @abstractmethod
     def _frequencies(self, lengths: Tensor) -> Tensor:
@@ -171,5 +171,5 @@ def _neighbours(cos: Tensor, sin: Tensor) -> Rotate:
     return PairRotation(torch.stack((cos, cos), -1).flatten(-2)[:, None], torch.stack((-sin, sin), -1).flatten(-2)[:, None])
 
 
-def _unturned(x: Tensor) -> Tensor:
+def _unrotated(x: Tensor) -> Tensor:
     return x

@@ -1,6 +1,6 @@
 """Rotary frequencies: radians per position of each pair of dimensions, in every kind a model can name.
 
-Bit-equal to those of transformers. Sizes are those of the part of a head that is turned, `RopeSpec.rotary_dims`.
+Bit-equal to those of transformers. Sizes are those of the part of a head that is rotated, `RopeSpec.rotary_dims`.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def _yarn(spec: RopeSpec, dims: int) -> Tensor:
 
 
 def _yarn_dimension(rotations: float, spec: RopeSpec, dims: int) -> float:
-    """The dimension that turns `rotations` times over the original context."""
-    turns = original_max_position(spec) / (rotations * 2 * math.pi)
-    return dims * math.log(turns) / (2 * math.log(spec.theta))
+    """The dimension that makes `rotations` rotations over the original context."""
+    ratio = original_max_position(spec) / (rotations * 2 * math.pi)
+    return dims * math.log(ratio) / (2 * math.log(spec.theta))
 
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:

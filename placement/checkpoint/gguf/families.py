@@ -28,7 +28,7 @@ class Architecture:
     local_theta: float | None = None
     """Rope base of the layers with a window, where it is another."""
     partial: bool = False
-    """Heads may be turned in part."""
+    """Heads may be rotated in part."""
     interleaved: bool = False
     permuted: bool = False
     """The converter reorders q and k rows, so that an interleaved rope does what the model's own did."""

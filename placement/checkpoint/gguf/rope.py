@@ -31,12 +31,12 @@ def read_ropes(
     Raises `ModelError` on a scaling that is not known here.
     """
     known = ARCHITECTURES[family]
-    turned = fields.whole(f"{family}.rope.dimension_count", head_dim)
-    if turned != head_dim and not known.partial:
-        raise fields.fault(f"{family}.rope.dimension_count", f"the heads have {head_dim} dimensions: all must be turned")
+    rotary_dim = fields.whole(f"{family}.rope.dimension_count", head_dim)
+    if rotary_dim != head_dim and not known.partial:
+        raise fields.fault(f"{family}.rope.dimension_count", f"the heads have {head_dim} dimensions: all must be rotated")
     names = {"theta": f"{family}.rope.freq_base", "rotary_dims": f"{family}.rope.dimension_count"}
-    common = {"rotary_dims": None if turned == head_dim else turned, "interleaved": known.interleaved}
-    rope = _scaling(path, header, fields, family, turned)
+    common = {"rotary_dims": None if rotary_dim == head_dim else rotary_dim, "interleaved": known.interleaved}
+    rope = _scaling(path, header, fields, family, rotary_dim)
     rope.setdefault("theta", fields.number(f"{family}.rope.freq_base", 10000.0))
     names["factor"] = "rope_freqs.weight" if rope.get("kind") == "llama3" else f"{family}.rope.scaling.factor"
     whole = made(RopeSpec, path, names, **rope, **common)
@@ -46,11 +46,11 @@ def read_ropes(
     return whole, made(RopeSpec, path, {"theta": f"{family}.rope.freq_base_swa"}, theta=local_theta, **common)
 
 
-def _scaling(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, turned: int) -> dict[str, Any]:
+def _scaling(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
     if "rope_freqs.weight" in header.tensors:
-        return _llama3(path, header, fields.number(f"{family}.rope.freq_base", 10000.0), turned)
+        return _llama3(path, header, fields.number(f"{family}.rope.freq_base", 10000.0), rotary_dim)
     if "rope_factors_long.weight" in header.tensors:
-        return _longrope(path, header, fields, family, turned)
+        return _longrope(path, header, fields, family, rotary_dim)
     kind = fields.text(f"{family}.rope.scaling.type", "none")
     if kind not in _KINDS:
         raise fields.fault(f"{family}.rope.scaling.type", f"known are {', '.join(_KINDS)}")
@@ -83,11 +83,11 @@ _KINDS: dict[str, Callable[[HeaderFields, str], dict[str, Any]]] = {
 }
 
 
-def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, turned: int) -> dict[str, Any]:
+def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
     scaling, context = f"{family}.rope.scaling", fields.whole(f"{family}.context_length")
     original = fields.whole(f"{scaling}.original_context_length", context)
     factors = {
-        f"{name}_factor": tuple(map(float, _stored_divisors(path, header, f"rope_factors_{name}.weight", turned)))
+        f"{name}_factor": tuple(map(float, _stored_divisors(path, header, f"rope_factors_{name}.weight", rotary_dim)))
         for name in ("short", "long")
     }
     factor = context / original if original > 0 else 1.0
@@ -106,22 +106,22 @@ def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
     return divisors
 
 
-def _llama3(path: Path, header: GGUFHeader, theta: float, turned: int) -> dict[str, Any]:
-    stored = _stored_divisors(path, header, "rope_freqs.weight", turned)
+def _llama3(path: Path, header: GGUFHeader, theta: float, rotary_dim: int) -> dict[str, Any]:
+    stored = _stored_divisors(path, header, "rope_freqs.weight", rotary_dim)
     given = {"kind": "llama3", "theta": theta, "factor": float(stored[-1]), **_LLAMA3}
     rope = made(RopeSpec, path, {"factor": "rope_freqs.weight"}, **given)
-    if not np.allclose(stored, llama3_divisors(rope, turned), rtol=1e-3):
+    if not np.allclose(stored, llama3_divisors(rope, rotary_dim), rtol=1e-3):
         raise ModelError(f"{path}: the tensor rope_freqs.weight does not hold Llama 3's rope scaling; no other is known here")
     return given
 
 
-def _stored_divisors(path: Path, header: GGUFHeader, name: str, turned: int) -> np.ndarray:
+def _stored_divisors(path: Path, header: GGUFHeader, name: str, rotary_dim: int) -> np.ndarray:
     tensor = header.tensors.get(name)
-    if tensor is None or tensor.quantization != GGMLQuantizationType.F32 or tensor.shape != (turned // 2,):
-        raise ModelError(f"{path}: the tensor {name} must hold {turned // 2} numbers of type F32")
+    if tensor is None or tensor.quantization != GGMLQuantizationType.F32 or tensor.shape != (rotary_dim // 2,):
+        raise ModelError(f"{path}: the tensor {name} must hold {rotary_dim // 2} numbers of type F32")
     with path.open("rb") as file:
         file.seek(header.data_start + tensor.offset)
-        data = file.read(4 * (turned // 2))
-    if len(data) < 4 * (turned // 2):
+        data = file.read(4 * (rotary_dim // 2))
+    if len(data) < 4 * (rotary_dim // 2):
         raise ModelError(f"{path} is not a whole GGUF file: it ends inside the tensor {name}")
     return np.frombuffer(data, dtype="<f4").astype(np.float64)

@@ -60,7 +60,7 @@ class Family:
     local_theta: float | None = None
     """Rope base of the layers with a window, where it is another."""
     partial_rotary_factor: float | None = None
-    """Default of the field of that name; None: heads are turned whole."""
+    """Default of the field of that name; None: heads are rotated whole."""
     interleaved: bool | None = False
     """None: as ``rope_interleave`` says."""
     original_max_position: int | None = None

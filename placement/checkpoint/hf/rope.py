@@ -59,7 +59,7 @@ def _rotary_dims(config: HeaderFields, rope: HeaderFields, family: Family, head_
         return None
     if family.partial_rotary_factor is None:
         kind = config.text("model_type")
-        raise ModelError(f"{config.file}: partial_rotary_factor is {given}, but {kind} models turn whole heads (1)")
+        raise ModelError(f"{config.file}: partial_rotary_factor is {given}, but {kind} models rotate whole heads (1)")
     return int(head_dim * given)
 
 

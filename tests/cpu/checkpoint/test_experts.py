@@ -58,7 +58,7 @@ def lost(weights: Weights, name: str) -> None:
     del weights[name]
 
 
-def turned(weights: Weights, name: str) -> None:
+def transposed(weights: Weights, name: str) -> None:
     weights[name] = weights[name].T
 
 
@@ -70,7 +70,7 @@ def one_more(weights: Weights, name: str) -> None:
     ("damage", "words"),
     [
         (lost, "1 tensors of .* are missing: "),
-        (turned, "tensor .* has shape"),
+        (transposed, "tensor .* has shape"),
         (one_more, "1 tensors that a .* has no place for"),
     ],
 )

@@ -63,7 +63,7 @@ def test_rotation_equals_transformers(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rotary_dims", [8, 12, 16])
-def test_neighbours_are_turned_together_and_in_part(rotary_dims: int) -> None:
+def test_neighbours_are_rotated_together_and_in_part(rotary_dims: int) -> None:
     parameters = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": rotary_dims / 16}
     config = Glm4Config(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=parameters)
     positions, x = torch.tensor([0, 1, 31, 4097]), torch.randn(4, 3, 16)
@@ -125,7 +125,7 @@ def test_layers_without_rope_are_left_alone() -> None:
     assert not isinstance(make_rope(RopeSpec(), 8), LengthRope)
 
 
-def test_a_rotation_keeps_the_dtype_and_turns_in_fp32() -> None:
+def test_a_rotation_keeps_the_dtype_and_is_done_in_fp32() -> None:
     x = torch.randn(5, 2, 64)
     rotate = Rope(RopeSpec(), 64).at(torch.arange(1000, 1005))
     half = rotate(x.bfloat16())

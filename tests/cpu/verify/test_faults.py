@@ -264,7 +264,7 @@ def test_a_value_that_is_not_a_number_on_one_rank() -> None:
     assert_fault(verify(tiny("llama2"), "tp=2", tamper=on_rank(1, broken)), 2)
 
 
-class UnturnedKey:
+class UnrotatedKey:
     """A rope that leaves the last head, the shared key, as it is."""
 
     def __init__(self, right: Any) -> None:
@@ -283,13 +283,13 @@ def latents_without_their_norm(parts: Parts) -> None:
     parts.decoder.layers["1"].attn.kv_a_norm = torch.nn.Identity()
 
 
-def shared_key_not_turned(parts: Parts) -> None:
-    parts.decoder._ropes = [UnturnedKey(rope) for rope in parts.decoder._ropes]
+def shared_key_not_rotated(parts: Parts) -> None:
+    parts.decoder._ropes = [UnrotatedKey(rope) for rope in parts.decoder._ropes]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "tp=2,dcp=2"])
-@pytest.mark.parametrize(("bug", "layer"), [(wrong_scale, 1), (latents_without_their_norm, 1), (shared_key_not_turned, 0)])
+@pytest.mark.parametrize(("bug", "layer"), [(wrong_scale, 1), (latents_without_their_norm, 1), (shared_key_not_rotated, 0)])
 def test_latents_that_are_not_what_they_should_be(bug: Callable[[Parts], None], layer: int, layout: str, family: str) -> None:
     report = verify(tiny(family), layout, [19, 5], tamper=on_rank(1, bug), kinds=["chunked", "decode"])
     assert_fault(report, layer)
