@@ -68,7 +68,7 @@ def in_process(
     `attach`: see `start_ranks`.
     """
     parsed = Layout.parse(layout)
-    link = ZmqEngineLink(parsed.world, mesh.leaders(parsed), _TOKEN)
+    link = ZmqEngineLink(parsed.world, mesh.output_ranks(parsed), _TOKEN)
     ranks = start_ranks(
         rank_config(model, parsed, dtype, config.block_size),
         config.num_blocks,

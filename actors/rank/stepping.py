@@ -21,12 +21,12 @@ _GLANCE_S = 0.001
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
-    """Run what `link` brings until it is closed; the leader of each lane answers. `stepped` is called after every step.
+    """Run what `link` brings until it is closed; the output rank of each lane answers. `stepped` is called after every step.
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """
     layout, coords = parts.config.layout, mesh.coords_of(parts.config.layout, parts.config.world_rank)
-    answers = parts.config.world_rank in mesh.leaders(layout)
+    answers = parts.config.world_rank in mesh.output_ranks(layout)
     tells_time = layout.pp > 1 and coords.cp == coords.tp == 0
     parts.courier.watch(parts.decoder)
     try:

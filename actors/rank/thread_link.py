@@ -24,11 +24,11 @@ _GLANCE_S = 0.001
 class ThreadLink:
     """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
 
-    def __init__(self, world: int, leaders: Sequence[int]) -> None:
-        """`leaders`: the world rank of each lane that sends results."""
+    def __init__(self, world: int, output_ranks: Sequence[int]) -> None:
+        """`output_ranks`: the world rank of each lane that sends results."""
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
         self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
-        self._joiner = ResultJoiner(leaders)
+        self._joiner = ResultJoiner(output_ranks)
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()
         self.kv_reports: deque[KVReport] = deque()

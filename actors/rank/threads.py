@@ -2,7 +2,7 @@
 
     maker of plans ──StepPlan──→ ThreadLink ─┬→ thread rank 0 ┐
          (an engine, or `verify`)            ├→ thread rank 1 ├ thread groups along every axis of the mesh
-                    ←──StepResult─── leaders ┴→ thread rank 2 ┘
+                    ←StepResult output ranks ┴→ thread rank 2 ┘
 
 `ThreadRanks` is itself the link of an engine. Used by `shardwright verify`, by sweeps over layouts, and by tests.
 """
@@ -51,7 +51,7 @@ class ThreadRanks:
         link_end: Callable[[int], PlanLink] | None = None,
     ) -> None:
         """`link_end` gives each rank its end of another link than this one."""
-        self._link = ThreadLink(config.layout.world, mesh.leaders(config.layout))
+        self._link = ThreadLink(config.layout.world, mesh.output_ranks(config.layout))
         self._threads = start_ranks(config, num_blocks, link_end or self._link.end, attach, timeout_s)
 
     @property

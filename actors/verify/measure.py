@@ -105,7 +105,7 @@ def _compare_logits(found: Distance, measure: Measure, rank: int, own: Shard, ke
 
 
 def _compare_logprobs(found: Distance, measure: Measure, results: Sequence[StepResult]) -> None:
-    """Prompt log-probabilities as the leaders reported them."""
+    """Prompt log-probabilities as the output ranks reported them."""
     for result in results:
         for scored in result.prompt_logprobs:
             keys = [(scored.sequence_id, scored.first - 1 + at) for at in range(len(scored.entries))]

@@ -4,7 +4,7 @@ A pool of workers is started once and lent to one layout after another: importin
 
     pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, and it waits for the next START
          ──PLAN────────────────────→             every rank
-         ←─RESULT──────────────────              the leader of each lane
+         ←─RESULT──────────────────              the output rank of each lane
          ──TAKE──→  ←─RECORDS──────              what the rank recorded, as safetensors
          ←─FAILED text─────────────              any rank that cannot go on
 """
@@ -100,7 +100,7 @@ class _ProcessRanks:
 
     def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int, routes: Routes | None) -> None:
         self._inbox, self._sent = _Inbox(pipes), 0
-        self._pipes, self._in_flight, self._leaders = pipes, config.layout.pp, mesh.leaders(config.layout)
+        self._pipes, self._in_flight, self._output_ranks = pipes, config.layout.pp, mesh.output_ranks(config.layout)
         token, local = f"verify{secrets.token_hex(6)}", ("127.0.0.1",) * config.layout.world
         self._store, port = serve_store(token)
         rendezvous = Rendezvous(token=token, nodes=local, hosts=local, store_port=port)
@@ -137,7 +137,12 @@ class _ProcessRanks:
             _post(pipe, rank, data)
 
     def _receive(self) -> StepResult:
-        return joined({leader: StepResult.unpack(self._inbox.next(leader, RESULT, STEP_S)) for leader in self._leaders})
+        return joined(
+            {
+                output_rank: StepResult.unpack(self._inbox.next(output_rank, RESULT, STEP_S))
+                for output_rank in self._output_ranks
+            }
+        )
 
 
 def _post(pipe: Connection, rank: int, data: bytes) -> None:

@@ -23,7 +23,7 @@ STEP_S = 60.0
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of some plans: the leaders' results, joined, and every rank's records, by world rank."""
+    """What came of some plans: the output ranks' results, joined, and every rank's records, by world rank."""
 
     results: list[StepResult]
     records: list[list[StepRecord]]
@@ -82,7 +82,7 @@ class WatchedThreads:
             self._done.notify_all()
 
     def _wait_for_all(self) -> None:
-        """The leaders' last result does not mean that the other ranks are through with the step."""
+        """The output ranks' last result does not mean that the other ranks are through with the step."""
         deadline = time.monotonic() + STEP_S
         with self._done:
             while late := [rank for rank, count in enumerate(self._counts) if count < self._sent]:

@@ -195,7 +195,7 @@ class Replica:
 
     def _link(self) -> tuple[ZmqEngineLink, list[ray.ObjectRef[Any]]]:
         layout, host = self._settings.layout, get_node_ip_address()
-        link = ZmqEngineLink(layout.world, mesh.leaders(layout), self._ranks.token, f"tcp://{host}:*")
+        link = ZmqEngineLink(layout.world, mesh.output_ranks(layout), self._ranks.token, f"tcp://{host}:*")
         sentinels = self._ranks.run(link.address, self._blocks)
         link.wait_ready(self._settings.start_timeout_s)
         return link, sentinels

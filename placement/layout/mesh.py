@@ -120,7 +120,7 @@ def _number(layout: Layout, axes: Sequence[str], coords: Coords | MoECoords) -> 
     return rank
 
 
-def leaders(layout: Layout) -> list[int]:
+def output_ranks(layout: Layout) -> list[int]:
     """World rank that sends the results of each lane: its first rank of the last stage.
 
     All its tp ranks sample the same tokens; its other cp ranks do not hold the last token of a split prompt.

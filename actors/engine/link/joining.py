@@ -1,8 +1,8 @@
 """One result a step from those of its lanes.
 
-leader of lane 0   step 7 ── step 8 ── step 9          each lane runs the plans in order, at its own pace
-leader of lane 1   step 7 ── step 8                    a lane without rows in a plan answers too, with nothing
-                   └ joined ┘└ joined ┘
+output rank of lane 0   step 7 ── step 8 ── step 9          each lane runs the plans in order, at its own pace
+output rank of lane 1   step 7 ── step 8                    a lane without rows in a plan answers too, with nothing
+                        └ joined ┘└ joined ┘
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from actors.wire.results import StepResult
 
 
 class ResultJoiner:
-    """Holds the results of the lanes' leaders until all lanes have answered the step."""
+    """Holds the results of the lanes' output ranks until all lanes have answered the step."""
 
-    def __init__(self, leaders: Sequence[int]) -> None:
-        """`leaders`: the world rank that answers for each lane (`placement.layout.mesh.leaders`)."""
-        self._waiting: dict[int, deque[StepResult]] = {leader: deque() for leader in leaders}
+    def __init__(self, output_ranks: Sequence[int]) -> None:
+        """`output_ranks`: the world rank that answers for each lane (`placement.layout.mesh.output_ranks`)."""
+        self._waiting: dict[int, deque[StepResult]] = {output_rank: deque() for output_rank in output_ranks}
 
     def __contains__(self, world_rank: int) -> bool:
         """Whether a rank is one that answers."""
@@ -28,19 +28,21 @@ class ResultJoiner:
     @property
     def missing(self) -> list[int]:
         """World ranks without which the oldest step cannot be joined."""
-        return [leader for leader, results in self._waiting.items() if not results]
+        return [output_rank for output_rank, results in self._waiting.items() if not results]
 
-    def add(self, leader: int, result: StepResult) -> StepResult | None:
+    def add(self, output_rank: int, result: StepResult) -> StepResult | None:
         """Take a lane's result; the whole step's if this was the last one missing. Raises `LinkError` where lanes disagree."""
-        self._waiting[leader].append(result)
-        return None if self.missing else joined({leader: results.popleft() for leader, results in self._waiting.items()})
+        self._waiting[output_rank].append(result)
+        return (
+            None if self.missing else joined({output_rank: results.popleft() for output_rank, results in self._waiting.items()})
+        )
 
 
 def joined(results: dict[int, StepResult]) -> StepResult:
-    """The result of a step from those of its lanes, by leader. It took as long as the slowest."""
+    """The result of a step from those of its lanes, by output rank. It took as long as the slowest."""
     steps = {result.step for result in results.values()}
     if len(steps) > 1:
-        found = ", ".join(f"rank {leader} step {result.step}" for leader, result in results.items())
+        found = ", ".join(f"rank {output_rank} step {result.step}" for output_rank, result in results.items())
         raise LinkError(f"the lanes answer different steps: {found}")
     return StepResult(
         step=steps.pop(),

@@ -34,7 +34,7 @@ class PlanLink(Protocol):
         """The next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` when the engine said goodbye."""
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the leader of each lane only)."""
+        """Answer a plan (the output rank of each lane only)."""
 
     def send_busy(self, stage: int, seconds: float) -> None:
         """Tell how long this rank's stage has been busy so far (one rank a stage; the stages of lane after lane)."""

@@ -3,7 +3,7 @@
     engine: ROUTER, bound                                  rank: DEALER, connected
       ←─ HELLO  {world_rank, token}      every rank, once, before the first plan
       ─→ PLAN   StepPlan                 every rank, packed once
-      ←─ RESULT StepResult               from the leader of each lane
+      ←─ RESULT StepResult               from the output rank of each lane
       ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each lane), after each step
       ←─ EXPERTS ExpertReport            from ranks with experts, where a plan asks for it
       ←─ KV      KVReport                from ranks of a pool, whenever a hand-off has come further
@@ -76,11 +76,11 @@ def _poll(socket: zmq.Socket[bytes], deadline: float) -> bool:
 class ZmqEngineLink:
     """The engine's end. Binds on construction; `address` is where the ranks connect."""
 
-    def __init__(self, world: int, leaders: Sequence[int], token: str, bind: str = "tcp://127.0.0.1:*") -> None:
-        """`leaders`: the world rank of each lane that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
+    def __init__(self, world: int, output_ranks: Sequence[int], token: str, bind: str = "tcp://127.0.0.1:*") -> None:
+        """`output_ranks`: the world rank of each lane that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
         ``ipc://PATH``."""
         self.world = world
-        self._joiner = ResultJoiner(leaders)
+        self._joiner = ResultJoiner(output_ranks)
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()
         self.kv_reports: deque[KVReport] = deque()
@@ -197,7 +197,7 @@ class ZmqRankLink:
         return _unpack(StepPlan, frames[1], "plan")
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the leader of each lane only)."""
+        """Answer a plan (the output rank of each lane only)."""
         self._send(RESULT, result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:

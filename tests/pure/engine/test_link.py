@@ -44,13 +44,13 @@ def connect(closing: Close, world: int = 2, bind: str = "tcp://127.0.0.1:*") -> 
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_a_plan_reaches_every_rank_and_the_leader_answers(closing: Close, transport: str, tmp_path: Path) -> None:
+def test_a_plan_reaches_every_rank_and_the_output_rank_answers(closing: Close, transport: str, tmp_path: Path) -> None:
     engine, ranks = connect(closing, 3, "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/e")
     engine.send(PLAN)
     assert [rank.receive_plan(WAIT_S) for rank in ranks] == [PLAN] * 3
     ranks[0].send_result(RESULT.model_copy(update={"step": 5}))
     with pytest.raises(LinkTimeout):
-        engine.receive(0.1)  # only the leader's result counts
+        engine.receive(0.1)  # only the output rank's result counts
     ranks[2].send_result(RESULT)
     assert engine.receive(WAIT_S) == RESULT
 
@@ -173,13 +173,13 @@ def test_closing_tells_the_ranks(closing: Close) -> None:
             rank.receive_plan(WAIT_S)
 
 
-def serve_rank(address: str, world_rank: int, leader: bool, settings: EngineConfig) -> int:
+def serve_rank(address: str, world_rank: int, output_rank: bool, settings: EngineConfig) -> int:
     """A rank's loop with a scripted model; the number of plans it ran."""
     link, rank = ZmqRankLink(address, world_rank, "token"), ScriptedRank(settings.num_blocks, settings.block_size)
     try:
         while True:
             result = rank.run(link.receive_plan(WAIT_S))
-            if leader:
+            if output_rank:
                 link.send_result(result)
     except LinkClosed:
         return len(rank.plans)

@@ -18,9 +18,9 @@ from placement.layout.mesh import (
     coords_of,
     group_of,
     groups,
-    leaders,
     moe_coords_of,
     moe_world_rank,
+    output_ranks,
     world_rank,
 )
 
@@ -133,8 +133,8 @@ def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
         *(("attn_dp=4,tp=4", [0, 4, 8, 12]), ("attn_dp=2,cp=2,tp=2,pp=2", [8, 12])),
     ],
 )
-def test_the_leader_of_a_lane_is_its_first_rank_of_the_last_stage(text: str, ranks: list[int]) -> None:
-    assert leaders(Layout.parse(text)) == ranks
+def test_the_output_rank_of_a_lane_is_its_first_rank_of_the_last_stage(text: str, ranks: list[int]) -> None:
+    assert output_ranks(Layout.parse(text)) == ranks
 
 
 def test_dcp_groups_are_consecutive_ranks_of_a_tp_group() -> None:
