@@ -80,8 +80,8 @@ def temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
 
 def _mass(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """[rows] fp64 sum of exp((logit - best) / temperature)."""
-    heat = temperatures(rows, logits.device)
-    parts = [logits[block] / heat[block] for block in blocks(logits)]
+    temperature = temperatures(rows, logits.device)
+    parts = [logits[block] / temperature[block] for block in blocks(logits)]
     return torch.cat([_weights(part, part.amax(dim=-1, keepdim=True)).sum(dim=-1, dtype=torch.float64) for part in parts])
 
 

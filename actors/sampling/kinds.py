@@ -53,9 +53,10 @@ class Race:
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[rows] largest noisy scores and their columns."""
-        heat, floor = temperatures(self._rows, logits.device), self._floor(logits)
+        temperature, floor = temperatures(self._rows, logits.device), self._floor(logits)
         found = [
-            self._draw_block(logits[b] / heat[b], self._rows[b], None if floor is None else floor[b]) for b in blocks(logits)
+            self._draw_block(logits[b] / temperature[b], self._rows[b], None if floor is None else floor[b])
+            for b in blocks(logits)
         ]
         scores, columns = zip(*found, strict=True)
         return torch.cat(scores), torch.cat(columns)
