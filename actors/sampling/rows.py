@@ -31,7 +31,7 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampleResult:
     """The token sampled for one row.
 
     `error` is set where no token could be chosen (NaN or infinite logits, everything masked). The token is then 0, an

@@ -19,11 +19,11 @@ from actors.groups.group import Group
 from actors.sampling import scores
 from actors.sampling.edits import edit
 from actors.sampling.kinds import kinds
-from actors.sampling.rows import Choice, SampleRow, is_edited
+from actors.sampling.rows import SampleResult, SampleRow, is_edited
 from actors.sampling.shard import VocabShard
 from actors.wire.requests import TokenLogprob
 
-__all__ = ["Choice", "SampleRow", "Sampler"]
+__all__ = ["SampleResult", "SampleRow", "Sampler"]
 
 
 class Sampler:
@@ -37,23 +37,23 @@ class Sampler:
         """
         self._shard = VocabShard(tp, vocab, vocab_size, torch.device(device))
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Choice]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
         """The next token of each row, from fp32 `logits` [rows, len(vocab)] of this rank.
 
         Log-probabilities, where asked for, are those of the raw logits: before bias, penalties, temperature and
-        filters. Equal logits go to the lowest id. A row without a possible token gets `Choice.error`.
+        filters. Equal logits go to the lowest id. A row without a possible token gets `SampleResult.error`.
         """
         if not rows:
             return []
         columns = self._shard.columns(logits)
         tokens, errors = self._choose(self._edited(columns, rows), rows)
-        choices = [Choice(token, None, error) for token, error in zip(tokens, errors, strict=True)]
+        choices = [SampleResult(token, None, error) for token, error in zip(tokens, errors, strict=True)]
         wanted = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
         if wanted:
             num_top = [rows[at].sampling.logprobs or 0 for at in wanted]
             found = scores.score(self._shard, _take(columns, wanted), [tokens[at] for at in wanted], num_top)
             for at, logprob in zip(wanted, found, strict=True):
-                choices[at] = choices[at] if errors[at] else Choice(tokens[at], logprob)
+                choices[at] = choices[at] if errors[at] else SampleResult(tokens[at], logprob)
         return choices
 
     def score(self, logits: Tensor, targets: Sequence[int], num_top: Sequence[int] | int) -> list[TokenLogprob]:

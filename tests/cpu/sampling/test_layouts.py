@@ -14,7 +14,7 @@ from torch.nn import functional
 from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import run_ranks, thread_groups
-from actors.sampling.sampler import Choice, Sampler, SampleRow
+from actors.sampling.sampler import Sampler, SampleResult, SampleRow
 from actors.wire.requests import SamplingParams, TokenLogprob
 
 torch.set_num_threads(1)
@@ -33,14 +33,14 @@ def part(logits: Tensor, own: range) -> Tensor:
     return functional.pad(logits, (0, max(0, own.stop - VOCAB)), value=1e9)[:, own.start : own.stop]
 
 
-def alone(logits: Tensor, rows: list[SampleRow]) -> list[Choice]:
+def alone(logits: Tensor, rows: list[SampleRow]) -> list[SampleResult]:
     return Sampler(SoloGroup("tp"), range(VOCAB), VOCAB).sample(logits, rows)
 
 
-def together(widths: tuple[int, ...], logits: Tensor, rows: list[SampleRow]) -> list[Choice]:
+def together(widths: tuple[int, ...], logits: Tensor, rows: list[SampleRow]) -> list[SampleResult]:
     """What the ranks choose, having checked that they choose alike."""
 
-    def rank(tp: Group) -> list[Choice]:
+    def rank(tp: Group) -> list[SampleResult]:
         own = slices(widths)[tp.rank]
         return Sampler(tp, own, VOCAB).sample(part(logits, own), rows)
 

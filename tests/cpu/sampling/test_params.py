@@ -15,7 +15,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from actors.groups.solo import SoloGroup
 from actors.sampling.edits import edit
-from actors.sampling.sampler import Choice, Sampler, SampleRow
+from actors.sampling.sampler import Sampler, SampleResult, SampleRow
 from actors.wire.requests import SamplingParams
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def random_logits(rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def sample(logits: Tensor, params: SamplingParams, history: list[int] | None = None, prompt_length: int = 1) -> Choice:
+def sample(logits: Tensor, params: SamplingParams, history: list[int] | None = None, prompt_length: int = 1) -> SampleResult:
     return sampler(logits.shape[1]).sample(logits, [SampleRow(params, history or [0], prompt_length)])[0]
 
 
