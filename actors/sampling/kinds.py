@@ -2,7 +2,7 @@
 
     Race        greedy, and temperature with min-p at most    every rank sends its best (score, id)     8 bytes a row
     Shortlist   top-k, with or without top-p and min-p        every rank sends its own top k            8 k bytes a row
-    Whole       top-p alone, which needs the whole mass       every rank sends its logits               4 V/n bytes a row
+    FullLogits  top-p alone, which needs the whole mass       every rank sends its logits               4 V/n bytes a row
 
 Which rows are of which kind follows from their parameters alone, so all ranks issue the same collectives.
 """
@@ -95,7 +95,7 @@ class Shortlist:
         return draw(candidates, self._rows), candidates.logits[:, 0]
 
 
-class Whole:
+class FullLogits:
     """Every rank gets these rows' logits whole, and finds the same token."""
 
     def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int]) -> None:
@@ -120,6 +120,6 @@ def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
         if kind in ("greedy", "noisy"):
             yield Race(shard, members, index, greedy=kind == "greedy")
         elif kind == "whole":
-            yield Whole(shard, members, index)
+            yield FullLogits(shard, members, index)
         else:
             yield Shortlist(shard, members, index)
