@@ -4,14 +4,14 @@ Between a row-parallel layer and the next column-parallel one there are only nor
 token. So every rank can do all tokens of this region, or each its own (sequence parallelism: Korthikanti et al. 2022,
 arXiv 2205.05198, section 4.2.2)::
 
-    Whole       [T, h] norm ───────────────→ [T, h] column … row → partial [T, h] ──all_reduce──────→ [T, h]   + residual
+    Replicated  [T, h] norm ───────────────→ [T, h] column … row → partial [T, h] ──all_reduce──────→ [T, h]   + residual
     Scattered   [t, h] norm ──all_gather───→ [T, h] column … row → partial [T, h] ──reduce_scatter──→ [t, h]   + residual
 
 A rank's own tokens are those `placement.layout.partition.partition` gives it: 7 tokens on 3 ranks are 3, 2 and 2. They are also
 what it sends to the next pipeline stage, in both regions::
 
     stage 0   rank 0  [0 1 2]──→  rank 0 of stage 1 ─┐
-              rank 1  [3 4]  ──→  rank 1             ├─ all_gather (Whole), or as they are (Scattered)
+              rank 1  [3 4]  ──→  rank 1             ├─ all_gather (Replicated), or as they are (Scattered)
               rank 2  [5 6]  ──→  rank 2            ─┘
 """
 
@@ -46,7 +46,7 @@ class Region(Protocol):
         """The inverse of `slice`, on the next stage."""
 
 
-class Whole:
+class Replicated:
     """Every rank holds all tokens."""
 
     def __init__(self, tp: Group, own: range, sizes: Sequence[int]) -> None:
@@ -107,4 +107,4 @@ class Regions:
         own, sizes = parts[self._tp.rank], [len(part) for part in parts]
         if sequence_parallel.is_scattered(query_lens, self._scatter_from):
             return Scattered(self._tp, own, sizes)
-        return Whole(self._tp, own, sizes)
+        return Replicated(self._tp, own, sizes)
