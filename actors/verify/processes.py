@@ -24,7 +24,7 @@ from typing import Self
 from actors.engine.link.joining import joined
 from actors.engine.link.link import LinkError
 from actors.groups.distributed.rendezvous import serve_store
-from actors.verify.ranks import STEP_S, Ran, Ranks, flow
+from actors.verify.ranks import STEP_S, Ran, WatchedRanks, flow
 from actors.verify.routes import Routes
 from actors.verify.wire import (
     BYE,
@@ -74,8 +74,8 @@ class Workers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> Ranks:
-        """The ranks of `config.layout`, on the first workers (`routes`: see `Start`). Raises `LinkError` when one cannot."""
+    def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> WatchedRanks:
+        """The ranks of `config.layout`, on the first workers (`routes`: see `StartRanks`). Raises `LinkError` when one cannot."""
         world = config.layout.world
         if world > len(self._pipes):
             raise ValueError(f"{config.layout} needs {world} ranks, but there are {len(self._pipes)} workers")
@@ -96,7 +96,7 @@ class Workers:
 
 
 class _ProcessRanks:
-    """`Ranks` on lent workers."""
+    """`WatchedRanks` on lent workers."""
 
     def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int, routes: Routes | None) -> None:
         self._inbox, self._sent = _Inbox(pipes), 0

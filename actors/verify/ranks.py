@@ -29,7 +29,7 @@ class Ran:
     records: list[list[StepRecord]]
 
 
-class Ranks(Protocol):
+class WatchedRanks(Protocol):
     """The ranks of one replica, watched."""
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
@@ -39,12 +39,12 @@ class Ranks(Protocol):
         """End the ranks."""
 
 
-Start = Callable[[RankConfig, int, Routes | None], Ranks]
+StartRanks = Callable[[RankConfig, int, Routes | None], WatchedRanks]
 """Makes the ranks of a replica: (config of any rank, KV blocks of each rank, routes that tokens take, if not their own)."""
 
 
 class WatchedThreads:
-    """`Ranks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note more."""
+    """`WatchedRanks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note more."""
 
     def __init__(
         self,

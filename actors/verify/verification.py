@@ -23,7 +23,7 @@ from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
 from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.moving import with_moves
-from actors.verify.ranks import Ran, Ranks, Start, WatchedThreads
+from actors.verify.ranks import Ran, StartRanks, WatchedRanks, WatchedThreads
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
 from actors.wire.plans import Row, SequenceStart, StepPlan
@@ -48,7 +48,7 @@ class Verification:
         prompts: Sequence[Sequence[int]],
         generate: int = 6,
         kinds: Sequence[str] = KINDS,
-        start: Start = WatchedThreads,
+        start: StartRanks = WatchedThreads,
         say: Say = lambda line: None,
     ) -> None:
         self._config, self._prompts, self._generate = config, prompts, generate
@@ -157,7 +157,7 @@ def _routes_text(dtype: DType) -> str:
     return own if dtype == "float32" else f"{own}; {given}"
 
 
-def _continued(ranks: Ranks, longest: Sequence[Text], pool: Pool) -> list[Text]:
+def _continued(ranks: WatchedRanks, longest: Sequence[Text], pool: Pool) -> list[Text]:
     """The prompts with the greedy tokens of one rank."""
     greedy = SamplingParams(temperature=0.0)
     texts = []
