@@ -35,7 +35,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Pool:
+class CaseBlockPool:
     """The KV blocks a case may use: block j of a sequence lies on owner ``j % owners``, ids count within an owner.
 
     Each lane has as many of its own; the texts are split over the lanes, in every case on others.
@@ -62,7 +62,9 @@ class Case:
     plans: tuple[StepPlan, ...]
 
 
-def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int, certain: Container[tuple[int, int]] = ()) -> Case:
+def make_case(
+    kind: str, texts: Sequence[Text], pool: CaseBlockPool, number: int, certain: Container[tuple[int, int]] = ()
+) -> Case:
     """The case `kind` of `KINDS`. `number` tells the sequences of one case from those of another on the same ranks.
 
     `certain`: (text, position) after which no rounding changes the greedy token. There ``decode`` lets the ranks continue
@@ -73,7 +75,7 @@ def make_case(kind: str, texts: Sequence[Text], pool: Pool, number: int, certain
     return Case(kind, script.end())
 
 
-def plain(texts: Sequence[Text], pool: Pool, number: int, in_one_go: bool = True) -> Case:
+def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bool = True) -> Case:
     """The measure: sequence after sequence, every position scored, each with its continuation in one go.
 
     Where rope depends on the length of the prompt, the continuation must not count as prompt, and is run token by token.
@@ -119,7 +121,7 @@ class _Script:
     """Writes plans as an engine would: sequences start with their prompt, later tokens are appended when they are run."""
 
     def __init__(
-        self, texts: Sequence[Text], pool: Pool, number: int, score: bool, certain: Container[tuple[int, int]] = ()
+        self, texts: Sequence[Text], pool: CaseBlockPool, number: int, score: bool, certain: Container[tuple[int, int]] = ()
     ) -> None:
         self.texts, self.pool, self._certain = texts, pool, certain
         self.random = random.Random(number)

@@ -19,7 +19,7 @@ from contextlib import closing
 import torch
 
 from actors.engine.link.link import LinkError
-from actors.verify.cases import KINDS, Case, Pool, Text, make_case, plain
+from actors.verify.cases import KINDS, Case, CaseBlockPool, Text, make_case, plain
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
 from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.moving import with_moves
@@ -71,7 +71,7 @@ class Verification:
         """One rank continues the prompts, then runs it all in one go per sequence."""
         prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
         longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
-        pool, notes = Pool(self._config.block_size), RouteNotes()
+        pool, notes = CaseBlockPool(self._config.block_size), RouteNotes()
         self._say("one rank, float32")
         with closing(WatchedThreads(self._one_rank("float32"), pool.num_blocks(longest), tamper=notes.attach)) as ranks:
             texts = _continued(ranks, longest, pool)
@@ -79,7 +79,7 @@ class Verification:
             ran = ranks.run(self._plain(texts, pool, 1).plans)
         return texts, measure_of(ran, texts, self._config.spec.vocab_size), notes.take()
 
-    def _plain(self, texts: Sequence[Text], pool: Pool, number: int) -> Case:
+    def _plain(self, texts: Sequence[Text], pool: CaseBlockPool, number: int) -> Case:
         ropes = (self._config.spec.rope_of(layer) for layer in range(self._config.spec.num_layers))
         return plain(texts, pool, number, in_one_go=not any(rope and rope.depends_on_length for rope in ropes))
 
@@ -87,7 +87,7 @@ class Verification:
         return self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
 
     def _one_rank_error(self, texts: Sequence[Text], measure: Measure, routes: Routes) -> Distance:
-        pool = Pool(self._config.block_size)
+        pool = CaseBlockPool(self._config.block_size)
         case = self._plain(texts, pool, 0)
         self._say(f"one rank, {self._config.dtype}")
         with closing(WatchedThreads(self._one_rank(self._config.dtype), pool.num_blocks(texts), routes)) as ranks:
@@ -101,7 +101,7 @@ class Verification:
     ) -> list[CaseReport]:
         """Every case twice on the same ranks; a rank that fails ends the rest of them."""
         layout = self._config.layout
-        pool = Pool(self._config.block_size, layout.kv_owners, layout.attn_dp)
+        pool = CaseBlockPool(self._config.block_size, layout.kv_owners, layout.attn_dp)
         config = self._config.model_copy(update={"dtype": dtype})
         certain = certain_choices(measure, tolerance)
         reports: list[CaseReport] = []
@@ -157,7 +157,7 @@ def _routes_text(dtype: DType) -> str:
     return own if dtype == "float32" else f"{own}; {given}"
 
 
-def _continued(ranks: WatchedRanks, longest: Sequence[Text], pool: Pool) -> list[Text]:
+def _continued(ranks: WatchedRanks, longest: Sequence[Text], pool: CaseBlockPool) -> list[Text]:
     """The prompts with the greedy tokens of one rank."""
     greedy = SamplingParams(temperature=0.0)
     texts = []
