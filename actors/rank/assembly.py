@@ -10,7 +10,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.context.backend import ContextAttention
 from actors.model.attention_selection import choose, choose_latent, choose_partial
-from actors.model.checkpoint.load import load
+from actors.model.checkpoint.load import LoadProgress, load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
@@ -46,9 +46,6 @@ from placement.ownership.context import ContextRank
 from placement.ownership.shard import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Progress = Callable[[int, int], None]
-"""Told (bytes read so far, bytes in all)."""
 
 
 class StepRunner(Protocol):
@@ -80,7 +77,7 @@ def own_shard(config: RankConfig) -> Shard:
     return shards.shard(config.spec, config.layout, mesh.coords_of(config.layout, config.world_rank))
 
 
-def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Progress = lambda done, total: None) -> Decoder:
+def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None) -> Decoder:
     """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
     own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
     backend = _attention(config, groups)

@@ -17,8 +17,8 @@ from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters
 from placement.ownership.weight_slices import Parameter, WeightSlice
 
-Progress = Callable[[int, int], None]
-"""Told (bytes filled, bytes in all) of the rank's parameters."""
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes filled, bytes in all) of the rank's parameters."""
 
 
 def load(
@@ -26,7 +26,7 @@ def load(
     spec: ModelSpec,
     own: Shard,
     source: TensorSource,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> None:
     """Fill the parameters of the rank that holds `own`, in place, cast to each parameter's own type; padding rows are zero.
 
