@@ -21,7 +21,7 @@ from placement.layout.mesh import Coords
 from placement.layout.partition import partition
 
 
-class Head(Protocol):
+class LMHead(Protocol):
     """Makes logits. `is_shared`: all ranks of the stage's cp rank 0 call it together, for the rows of all lanes."""
 
     is_shared: bool

@@ -22,7 +22,7 @@ from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.moe.expert_mover import ExpertWeightMover, NoExperts
 from actors.model.step.batch import Batch
-from actors.rank.head import Head
+from actors.rank.head import LMHead
 from actors.rank.pipeline import Pipeline
 from actors.sampling.sampler import Sampler, SampleRow
 from actors.wire.plans import Row, SequenceStart, StepPlan
@@ -66,7 +66,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        head: Head,
+        head: LMHead,
         cache: KVCaches,
         pipeline: Pipeline,
         sampler: Sampler,
