@@ -13,10 +13,10 @@ from actors.groups.group import Group
 from actors.groups.shared_memory.shared_memory import SharedMemoryGroup, shared_memory_works
 from actors.groups.solo import SoloGroup
 
-Backend = Literal["shared_memory", "gloo", "nccl"]
+BackendName = Literal["shared_memory", "gloo", "nccl"]
 
 
-def choose_backend(device_type: str, num_hosts: int) -> Backend:
+def choose_backend(device_type: str, num_hosts: int) -> BackendName:
     """NCCL between GPUs; between CPUs shared memory if all members are on one host that can, else gloo.
 
     Every member must come to the same answer, so it depends on nothing that differs between members of one group
@@ -28,7 +28,7 @@ def choose_backend(device_type: str, num_hosts: int) -> Backend:
 
 
 def connect_group(
-    backend: Backend,
+    backend: BackendName,
     store: Store,
     engine: str,
     axis: str,
