@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from actors.groups.base import DEFAULT_TIMEOUT_S, CountedGroup
 from actors.groups.distributed.links import Links, connect
-from actors.groups.distributed.roll_call import RollCall
+from actors.groups.distributed.members import StoreMembers
 from actors.groups.group import GroupError
 from actors.groups.reduction import sum_in_rank_order
 
@@ -65,7 +65,7 @@ class TorchGroup(CountedGroup):
         self._device = torch.device(device)
         prefixed = PrefixStore(name, store)
         title = f"{axis} group {name!r}, rank {rank} of {size}"
-        self._members = RollCall(prefixed, rank, size, title, self._timeout)
+        self._members = StoreMembers(prefixed, rank, size, title, self._timeout)
         try:
             self._group: Links | None = connect(prefixed, rank, size, self._device, host, self._timeout)
             # NCCL runs the two directions of a pair one after the other: sending both ways at once would wait for ever.

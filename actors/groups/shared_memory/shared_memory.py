@@ -1,7 +1,7 @@
 """Ranks as processes of one host, exchanging through memory they all map. CPU tensors only.
 
 Collectives are made of steps (`steps.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
-each other by a name (`attach.py`). Only x86-64 keeps the memory order this needs: elsewhere `shared_memory_works` says
+each other by a name (`members.py`). Only x86-64 keeps the memory order this needs: elsewhere `shared_memory_works` says
 no, and gloo takes over.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from actors.groups.base import DEFAULT_TIMEOUT_S, CountedGroup
 from actors.groups.group import GroupError
 from actors.groups.reduction import sum_in_rank_order
-from actors.groups.shared_memory.attach import CLOSED, FAILED, attach
 from actors.groups.shared_memory.mailbox import Inbox, Outbox
+from actors.groups.shared_memory.members import CLOSED, FAILED, attach
 from actors.groups.shared_memory.segment import DIRECTORY, LINE_BYTES, MAX_RANKS, Geometry
 from actors.groups.shared_memory.steps import DTYPE_CODES, Slot, Steps
 from actors.groups.shared_memory.waiting import GaveUpError, LookRound
@@ -47,15 +47,15 @@ class SharedMemoryGroup(CountedGroup):
         ring_bytes = _RINGS_BYTES // max(1, size - 1) // LINE_BYTES * LINE_BYTES
         geometry = Geometry(size, slot_bytes, ring_bytes)
         title = f"{axis} group {name!r}, rank {rank} of {size}"
-        memory, words, self._roster = attach(name, rank, geometry, title, timeout_s)
+        memory, words, self._members = attach(name, rank, geometry, title, timeout_s)
         self._slot_bytes = slot_bytes
         self._lane_bytes = slot_bytes // size // LINE_BYTES * LINE_BYTES
         self._at_once_bytes = slot_bytes if size == 2 else min(slot_bytes, _GATHER_BYTES)
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._steps: Steps | None = Steps(memory, words, geometry, rank, self._roster, timeout_s)
+        self._steps: Steps | None = Steps(memory, words, geometry, rank, self._members, timeout_s)
         self._outboxes = {peer: Outbox(memory, words, geometry, rank, peer) for peer in self._peers}
         self._inboxes = {
-            peer: Inbox(memory, words, geometry, peer, rank, self._roster.process(peer).pid) for peer in self._peers
+            peer: Inbox(memory, words, geometry, peer, rank, self._members.process(peer).pid) for peer in self._peers
         }
 
     @classmethod
@@ -211,7 +211,7 @@ class SharedMemoryGroup(CountedGroup):
         limit_s = self.timeout_s if timeout_s is None else timeout_s
 
         def look_round(waited_s: float) -> str | None:
-            why = self._roster.lost(peer)
+            why = self._members.lost(peer)
             if why or waited_s > limit_s:
                 return f"waited {waited_s:.1f} s: {why or f'rank {peer} runs but did not answer'}"
             return None
@@ -238,7 +238,7 @@ class SharedMemoryGroup(CountedGroup):
 
     def _leave(self, state: int) -> None:
         if self._steps is not None:
-            self._roster.leave(state)
+            self._members.leave(state)
             for outbox in self._outboxes.values():
                 outbox.close()
             self._steps = None

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actors.groups.shared_memory.attach import Roster
+from actors.groups.shared_memory.members import SegmentMembers
 from actors.groups.shared_memory.segment import Geometry
 from actors.groups.shared_memory.waiting import GaveUpError, wait_for
 
@@ -40,12 +40,12 @@ class Steps:
     """One rank's view of the slots and counters of its group."""
 
     def __init__(
-        self, memory: mmap.mmap, words: memoryview, geometry: Geometry, rank: int, roster: Roster, timeout_s: float
+        self, memory: mmap.mmap, words: memoryview, geometry: Geometry, rank: int, members: SegmentMembers, timeout_s: float
     ) -> None:
         ranks = range(geometry.size)
         self._words = words
         self._rank = rank
-        self._roster = roster
+        self._members = members
         self._timeout_s = timeout_s
         self._step = 0
         self._peers = [peer for peer in ranks if peer != rank]
@@ -101,7 +101,7 @@ class Steps:
 
     def _look_round(self, waited_s: float) -> str | None:
         missing = [peer for peer in self._peers if self._words[self._counters[peer]] < self._step]
-        lost = [why for peer in missing if (why := self._roster.lost(peer))]
+        lost = [why for peer in missing if (why := self._members.lost(peer))]
         if lost or (missing and waited_s > self._timeout_s):
             return f"waited {waited_s:.1f} s for ranks {missing}: {'; '.join(lost) or 'they run but did not come'}"
         return None

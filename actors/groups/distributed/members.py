@@ -1,7 +1,7 @@
 """Who is in a torch.distributed group, and who is missing once it has failed.
 
 gloo says "connection closed by peer" without saying which. Each rank therefore writes down its process when the group
-is made. After a failure the survivors look for ended processes on their own host, and answer a roll call over the
+is made. After a failure the survivors look for ended processes on their own host, and answer over the
 store for the others.
 """
 
@@ -20,7 +20,7 @@ _ANSWER_S = 1.0
 _POLL_S = 0.02
 
 
-class RollCall:
+class StoreMembers:
     """The members of one group, by group rank."""
 
     def __init__(self, store: Store, rank: int, size: int, title: str, timeout: timedelta) -> None:

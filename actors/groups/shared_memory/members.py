@@ -22,7 +22,7 @@ ABSENT, ATTACHED, CLOSED, FAILED = range(4)
 """What a rank says of itself."""
 
 
-class Roster:
+class SegmentMembers:
     """Who is in the group and how they are, kept in the segment: a rank writes its own entry and reads the others'."""
 
     def __init__(self, words: memoryview, geometry: Geometry, rank: int) -> None:
@@ -65,7 +65,9 @@ class Roster:
         return [why for rank in range(len(self._first)) if (why := self.lost(rank))]
 
 
-def attach(name: str, rank: int, geometry: Geometry, title: str, timeout_s: float) -> tuple[mmap.mmap, memoryview, Roster]:
+def attach(
+    name: str, rank: int, geometry: Geometry, title: str, timeout_s: float
+) -> tuple[mmap.mmap, memoryview, SegmentMembers]:
     """Map the segment of group `name` and wait until all ranks have: its memory, also as 64-bit words, and who is in it.
 
     Raises `GroupError`, naming the ranks that did not come in time, or the one that died on the way.
@@ -76,20 +78,20 @@ def attach(name: str, rank: int, geometry: Geometry, title: str, timeout_s: floa
     else:
         path, memory = _find(name, geometry, title, began + timeout_s)
     words = memoryview(memory).cast("Q")
-    roster = Roster(words, geometry, rank)
-    roster.enter()
+    members = SegmentMembers(words, geometry, rank)
+    members.enter()
     complete: Callable[[], bool]
     try:
-        complete = (lambda: not roster.absent()) if rank == 0 else (lambda: bool(words[0]))
-        _wait_until(complete, roster, segment.maker(path), title, began, timeout_s)
+        complete = (lambda: not members.absent()) if rank == 0 else (lambda: bool(words[0]))
+        _wait_until(complete, members, segment.maker(path), title, began, timeout_s)
     except BaseException:
-        roster.leave(FAILED)
+        members.leave(FAILED)
         path.unlink(missing_ok=True)
         raise
     if rank == 0:
         path.unlink()
         words[0] = 1
-    return memory, words, roster
+    return memory, words, members
 
 
 def _find(name: str, geometry: Geometry, title: str, deadline: float) -> tuple[Path, mmap.mmap]:
@@ -105,19 +107,19 @@ def _find(name: str, geometry: Geometry, title: str, deadline: float) -> tuple[P
 
 
 def _wait_until(
-    complete: Callable[[], bool], roster: Roster, maker: ProcessId, title: str, began: float, timeout_s: float
+    complete: Callable[[], bool], members: SegmentMembers, maker: ProcessId, title: str, began: float, timeout_s: float
 ) -> None:
     """Rank 0 waits for the others; they wait for its word that the name is gone (the first word of the segment)."""
     while not complete():
         waited_s = time.monotonic() - began
-        lost = roster.all_lost()
-        # The maker may die between making the file and entering the roster.
+        lost = members.all_lost()
+        # The maker may die between making the file and entering itself as a member.
         if maker.has_ended() and not lost:
             lost = [f"rank 0 (pid {maker.pid}) has died"]
         if lost and not complete():
             _refuse(title, f"{'; '.join(lost)} while the group was made")
         if waited_s > timeout_s:
-            _refuse(title, f"waited {waited_s:.1f} s for ranks {roster.absent()} to attach")
+            _refuse(title, f"waited {waited_s:.1f} s for ranks {members.absent()} to attach")
         time.sleep(_POLL_S)
 
 
