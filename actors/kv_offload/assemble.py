@@ -9,11 +9,11 @@ import numpy as np
 from actors.kv_offload.piece import Form, Piece
 from placement.model.spec import DTYPE_BYTES
 
-Load = Callable[[Piece], bytes | None]
+ReadBytes = Callable[[Piece], bytes | None]
 """The bytes of a piece; None where it is gone, or damaged."""
 
 
-def assemble(form: Form, wanted: Piece, there: Iterable[Piece], load: Load) -> bytes | None:
+def assemble(form: Form, wanted: Piece, there: Iterable[Piece], load: ReadBytes) -> bytes | None:
     """The bytes of `wanted`, made of overlapping parts of the pieces that are `there`; None where some of it is missing.
 
     The largest parts are taken first, and only pieces with something still missing are loaded. A piece that cannot be loaded,
