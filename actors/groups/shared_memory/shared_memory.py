@@ -1,6 +1,6 @@
 """Ranks as processes of one host, exchanging through memory they all map. CPU tensors only.
 
-Collectives are made of steps (`steps.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
+Collectives are made of steps (`exchange.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
 each other by a name (`members.py`). Only x86-64 keeps the memory order this needs: elsewhere `shared_memory_works` says
 no, and gloo takes over.
 """
@@ -22,7 +22,7 @@ from actors.groups.reduction import sum_in_rank_order
 from actors.groups.shared_memory.mailbox import Inbox, Outbox
 from actors.groups.shared_memory.members import CLOSED, FAILED, attach
 from actors.groups.shared_memory.segment import DIRECTORY, LINE_BYTES, MAX_RANKS, Geometry
-from actors.groups.shared_memory.steps import DTYPE_CODES, Slot, Steps
+from actors.groups.shared_memory.slot_exchange import DTYPE_CODES, Slot, SlotExchange
 from actors.groups.shared_memory.waiting import GaveUpError, LookRound
 
 SLOT_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class SharedMemoryGroup(CountedGroup):
         self._lane_bytes = slot_bytes // size // LINE_BYTES * LINE_BYTES
         self._at_once_bytes = slot_bytes if size == 2 else min(slot_bytes, _GATHER_BYTES)
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._steps: Steps | None = Steps(memory, words, geometry, rank, self._members, timeout_s)
+        self._exchange: SlotExchange | None = SlotExchange(memory, words, geometry, rank, self._members, timeout_s)
         self._outboxes = {peer: Outbox(memory, words, geometry, rank, peer) for peer in self._peers}
         self._inboxes = {
             peer: Inbox(memory, words, geometry, peer, rank, self._members.process(peer).pid) for peer in self._peers
@@ -110,11 +110,11 @@ class SharedMemoryGroup(CountedGroup):
 
     def _sum_at_once(self, x: Tensor) -> Tensor:
         """The sum of tensors that fit a slot, in one step. A layer waits for two of these, so little is done besides."""
-        steps = self._open("all_reduce")
+        exchange = self._open("all_reduce")
         try:
-            shown = steps.begin_shaped(x)
+            shown = exchange.begin_shaped(x)
             shown[self.rank].copy_(x)
-            steps.finish("all_reduce", x.dtype, x.numel())
+            exchange.finish("all_reduce", x.dtype, x.numel())
         except GaveUpError as error:
             self._give_up("all_reduce", error)
         return sum_in_rank_order([*shown[: self.rank], x, *shown[self.rank + 1 :]])
@@ -128,12 +128,12 @@ class SharedMemoryGroup(CountedGroup):
         flat = x.reshape(-1)
         targets[self.rank].copy_(flat)
         chunk = self._slot_bytes // x.itemsize
-        with self._speaking_of(operation) as steps:
+        with self._operation(operation) as exchange:
             for at in range(0, max(len(target) for target in targets), chunk):
-                slots = steps.begin()
+                slots = exchange.begin()
                 own = flat[at : at + chunk]
                 slots[self.rank][x.dtype][: len(own)].copy_(own)
-                steps.finish(operation, x.dtype, out.numel())
+                exchange.finish(operation, x.dtype, out.numel())
                 for peer in self._peers:
                     target = targets[peer][at : at + chunk]
                     target.copy_(slots[peer][x.dtype][: len(target)])
@@ -147,11 +147,11 @@ class SharedMemoryGroup(CountedGroup):
         out = x.new_empty(sizes[self.rank], *x.shape[1:])
         flat_out, mine = out.view(-1), parts[self.rank]
         lane = self._lane_bytes // x.itemsize
-        with self._speaking_of(operation) as steps:
+        with self._operation(operation) as exchange:
             for at in range(0, max(len(part) for part in parts), lane):
-                slots = steps.begin()
+                slots = exchange.begin()
                 self._write_parts(slots[self.rank], parts, at)
-                steps.finish(operation, x.dtype, x.numel())
+                exchange.finish(operation, x.dtype, x.numel())
                 own = mine[at : at + lane]
                 terms = [own if rank == self.rank else self._lane(slots[rank], own) for rank in range(self.size)]
                 sum_in_rank_order(terms, out=flat_out[at : at + lane])
@@ -164,14 +164,14 @@ class SharedMemoryGroup(CountedGroup):
         targets[self.rank].copy_(parts[self.rank])
         lane = self._lane_bytes // x.itemsize
         at, longest = 0, 1
-        with self._speaking_of("all_to_all") as steps:
+        with self._operation("all_to_all") as exchange:
             while at < longest:
-                slots = steps.begin()
-                steps.tell_splits(send)
+                slots = exchange.begin()
+                exchange.publish_splits(send)
                 self._write_parts(slots[self.rank], parts, at)
-                steps.finish("all_to_all", x.dtype, x.shape[1:].numel())
+                exchange.finish("all_to_all", x.dtype, x.shape[1:].numel())
                 if at == 0:
-                    longest = _longest_part(steps.splits(), receive, self.rank) * x.shape[1:].numel()
+                    longest = _longest_part(exchange.splits(), receive, self.rank) * x.shape[1:].numel()
                 for peer in self._peers:
                     target = targets[peer][at : at + lane]
                     target.copy_(self._lane(slots[peer], target))
@@ -179,18 +179,18 @@ class SharedMemoryGroup(CountedGroup):
         return out
 
     def _barrier(self) -> None:
-        with self._speaking_of("barrier") as steps:
-            steps.begin()
-            steps.finish("barrier", torch.uint8, 0)
+        with self._operation("barrier") as exchange:
+            exchange.begin()
+            exchange.finish("barrier", torch.uint8, 0)
 
     def _send(self, x: Tensor, to: int) -> None:
         data = x.contiguous().view(-1).view(torch.uint8)
-        with self._speaking_of(f"send to rank {to}"):
+        with self._operation(f"send to rank {to}"):
             self._outboxes[to].put(data, DTYPE_CODES[x.dtype], self._look_at(to))
 
     def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
         out = torch.empty(shape, dtype=dtype)
-        with self._speaking_of(f"recv from rank {source}"):
+        with self._operation(f"recv from rank {source}"):
             self._inboxes[source].take(out.view(-1).view(torch.uint8), DTYPE_CODES[dtype], self._look_at(source))
         return out
 
@@ -219,29 +219,29 @@ class SharedMemoryGroup(CountedGroup):
         return look_round
 
     @contextmanager
-    def _speaking_of(self, operation: str) -> Iterator[Steps]:
+    def _operation(self, operation: str) -> Iterator[SlotExchange]:
         """Turn a wait that was given up into a `GroupError` about `operation`, after which the group is closed."""
-        steps = self._open(operation)
+        exchange = self._open(operation)
         try:
-            yield steps
+            yield exchange
         except GaveUpError as error:
             self._give_up(operation, error)
 
-    def _open(self, operation: str) -> Steps:
-        if self._steps is None:
+    def _open(self, operation: str) -> SlotExchange:
+        if self._exchange is None:
             self._refuse(operation, "this group is closed (by `close`, or by an earlier failure)")
-        return self._steps
+        return self._exchange
 
     def _give_up(self, operation: str, error: GaveUpError) -> NoReturn:
         self._leave(FAILED)
         self._refuse(operation, str(error))
 
     def _leave(self, state: int) -> None:
-        if self._steps is not None:
+        if self._exchange is not None:
             self._members.leave(state)
             for outbox in self._outboxes.values():
                 outbox.close()
-            self._steps = None
+            self._exchange = None
             self._outboxes, self._inboxes = {}, {}
 
 

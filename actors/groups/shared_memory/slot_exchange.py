@@ -36,7 +36,7 @@ Slot = dict[torch.dtype, Tensor]
 """The same bytes seen as ``[elements]`` of each dtype."""
 
 
-class Steps:
+class SlotExchange:
     """One rank's view of the slots and counters of its group."""
 
     def __init__(
@@ -88,14 +88,14 @@ class Steps:
             if words[headers[peer]] != signature:
                 raise GaveUpError(f"rank {peer} is in {_describe(words[headers[peer]])}, this rank in {_describe(signature)}")
 
-    def tell_splits(self, splits: Sequence[int]) -> None:
+    def publish_splits(self, splits: Sequence[int]) -> None:
         """Between `begin` and `finish`: write how many rows this rank sends to each."""
         first = self._headers[self._step & 1][self._rank] + 1
         for index, rows in enumerate(splits):
             self._words[first + index] = rows
 
     def splits(self) -> list[list[int]]:
-        """After `finish`: what each rank told, in rank order."""
+        """After `finish`: what each rank published, in rank order."""
         size = len(self._counters)
         return [self._words[first + 1 : first + 1 + size].tolist() for first in self._headers[self._step & 1]]
 
