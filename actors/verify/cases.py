@@ -1,7 +1,7 @@
 """The cases of a verification: the same few sequences, run in every way an engine may run them.
 
 Tokens are given, not sampled (teacher forcing), so every case must arrive at the same values for the same
-(sequence, position), and one plain run of one rank is the measure of all of them::
+(sequence, position), and one plain run of one rank is the reference of all of them::
 
     prefill   [aaaaaaaa|bbbbb]                       whole prompts, every position scored
     chunked   [aaa|bb] [aaa|bb] [aa|b]               prompts in chunks
@@ -76,7 +76,7 @@ def make_case(
 
 
 def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bool = True) -> Case:
-    """The measure: sequence after sequence, every position scored, each with its continuation in one go.
+    """The reference: sequence after sequence, every position scored, each with its continuation in one go.
 
     Where rope depends on the length of the prompt, the continuation must not count as prompt, and is run token by token.
     """

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from actors.verify.cases import Case, sampled_keys, text_of
-from actors.verify.measure import Distance, Measure
 from actors.verify.ranks import Ran
 from actors.verify.recorder import EMBEDDING
+from actors.verify.reference import Distance, Reference
 from actors.verify.report import CaseReport, Departure, Disagreement
 from actors.wire.results import StepResult
 
@@ -38,12 +38,12 @@ class Tolerance:
     text: str
 
 
-def float32_tolerance(measure: Measure) -> Tolerance:
+def float32_tolerance(reference: Reference) -> Tolerance:
     """See the module."""
-    largest = measure.largest_logit
+    largest = reference.largest_logit
     bound = max(_ABSOLUTE, _OF_LARGEST * largest)
     text = f"float32: the larger of 1e-4 and 1e-5 of the largest logit ({largest:.4g})"
-    return Tolerance("float32", bound, dict.fromkeys(measure.hidden, _LAYER), text)
+    return Tolerance("float32", bound, dict.fromkeys(reference.hidden, _LAYER), text)
 
 
 def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
@@ -53,18 +53,18 @@ def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
     return Tolerance("bfloat16", 2 * one_rank.logits + 1e-2, layers, text)
 
 
-def certain_choices(measure: Measure, tolerance: Tolerance) -> set[tuple[int, int]]:
+def certain_choices(reference: Reference, tolerance: Tolerance) -> set[tuple[int, int]]:
     """(text, position) after which the best token is clear even at an error as large as the tolerance."""
-    best = torch.topk(measure.logits, 2, -1).values
+    best = torch.topk(reference.logits, 2, -1).values
     clear = iter((best[:, 0] - best[:, 1] > _MARGIN * tolerance.logits).tolist())
     return {
-        (index, position) for index, text in enumerate(measure.texts) for position in range(len(text.tokens)) if next(clear)
+        (index, position) for index, text in enumerate(reference.texts) for position in range(len(text.tokens)) if next(clear)
     }
 
 
-def judge(case: Case, measure: Measure, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
+def judge(case: Case, reference: Reference, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
     """The verdict on one case."""
-    choices = _choices(case, measure, ran.results, found.logits)
+    choices = _choices(case, reference, ran.results, found.logits)
     wrong = tuple(each for each in choices.clear if each.token != each.expected)
     faults = list(found.faults)
     if len(choices.given) != choices.planned:
@@ -83,7 +83,7 @@ def judge(case: Case, measure: Measure, tolerance: Tolerance, ran: Ran, found: D
         greedy_match=not wrong,
         disagreements=wrong[:10],
         repeats=repeats,
-        departs=_first_departure(found, tolerance, measure) if fault else None,
+        departs=_first_departure(found, tolerance, reference) if fault else None,
         faults=tuple(faults[:10]),
     )
 
@@ -96,7 +96,7 @@ class _Choices:
     """Choices whose margin leaves no doubt, right ones too."""
 
 
-def _choices(case: Case, measure: Measure, results: Sequence[StepResult], error: float) -> _Choices:
+def _choices(case: Case, reference: Reference, results: Sequence[StepResult], error: float) -> _Choices:
     keys = sampled_keys(case.plans)
     # Lanes answer in their own order, not in that of the plan.
     found = [{each.sequence_id: each for each in result.sampled} for result in results]
@@ -104,17 +104,17 @@ def _choices(case: Case, measure: Measure, results: Sequence[StepResult], error:
     sampled = [found[step][sequence] for step, sequence in order if sequence in found[step]]
     if not keys or len(sampled) != len(keys):
         return _Choices(len(keys), [each.token for each in sampled], [])
-    best = torch.topk(measure.logits[measure.rows(keys)], 2, -1)
+    best = torch.topk(reference.logits[reference.rows(keys)], 2, -1)
     margins = (best.values[:, 0] - best.values[:, 1]).tolist()
     clear = [
-        Disagreement(text=text_of(key[0], measure.texts), position=key[1], token=each.token, expected=expected, margin=margin)
+        Disagreement(text=text_of(key[0], reference.texts), position=key[1], token=each.token, expected=expected, margin=margin)
         for key, each, expected, margin in zip(keys, sampled, best.indices[:, 0].tolist(), margins, strict=True)
         if margin > _MARGIN * error or each.error is not None
     ]
     return _Choices(len(keys), [each.token for each in sampled], clear)
 
 
-def _first_departure(found: Distance, tolerance: Tolerance, measure: Measure) -> Departure | None:
+def _first_departure(found: Distance, tolerance: Tolerance, reference: Reference) -> Departure | None:
     for layer, error in sorted(found.layers.items()):
         if error > tolerance.layers[layer]:
             rank, (sequence, position) = found.worst[layer]
@@ -123,7 +123,7 @@ def _first_departure(found: Distance, tolerance: Tolerance, measure: Measure) ->
                 error=error,
                 bound=tolerance.layers[layer],
                 world_rank=rank,
-                text=text_of(sequence, measure.texts),
+                text=text_of(sequence, reference.texts),
                 position=position,
             )
     if found.logits > tolerance.logits:

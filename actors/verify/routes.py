@@ -1,4 +1,4 @@
-"""Which experts each token went to in the measure, and ranks that send it there again.
+"""Which experts each token went to in the reference, and ranks that send it there again.
 
 In bfloat16 a router near a tie goes the other way than in float32, and nothing behind it can be compared any more. So a
 verification judges routes in float32, where each rank finds its own, and in bfloat16 the maths along given ones::

@@ -1,13 +1,13 @@
-"""A verification from end to end: the measure, the layout's runs, the verdict.
+"""A verification from end to end: the reference, the layout's runs, the verdict.
 
     one rank, float32 ── greedy continuation ──→ texts
-    one rank, float32 ── plain run ────────────→ measure ─┐   (and the routes of tokens to experts)
+    one rank, float32 ── plain run ──────────→ reference ─┐   (and the routes of tokens to experts)
     layout,   float32 ── every case, twice ───────────────┼─→ verdict
     one rank, bfloat16 ─ plain run ──→ its own error ─────┤      (bfloat16 only)
     layout,   bfloat16 ─ every case, twice ───────────────┘
 
 A verification in bfloat16 includes the one in float32: bfloat16 rounds so coarsely that a shard scaled by 1.01 hides in it.
-There tokens take the experts of the measure (`routes.py`), and only float32 judges how they are chosen.
+There tokens take the experts of the reference (`routes.py`), and only float32 judges how they are chosen.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from actors.engine.link.link import LinkError
 from actors.verify.cases import KINDS, Case, CaseBlockPool, Text, make_case, plain
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
-from actors.verify.measure import Distance, Measure, distance, measure_of
 from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, StartRanks, WatchedRanks, WatchedThreads
+from actors.verify.reference import Distance, Reference, distance, reference_of
 from actors.verify.report import CaseReport, Report
 from actors.verify.routes import RouteNotes, Routes
 from actors.wire.plans import Row, SequenceStart, StepPlan
@@ -57,17 +57,17 @@ class Verification:
     def run(self) -> Report:
         """The report. Raises `LinkError` only where one rank itself cannot run: that is no fault of the layout."""
         began = time.monotonic()
-        texts, measure, routes = self._measure()
-        tolerance = float32_tolerance(measure)
-        cases = self._cases("float32", texts, measure, tolerance, None)
+        texts, reference, routes = self._reference()
+        tolerance = float32_tolerance(reference)
+        cases = self._cases("float32", texts, reference, tolerance, None)
         one_rank: Distance | None = None
         if self._config.dtype != "float32":
-            one_rank = self._one_rank_error(texts, measure, routes)
+            one_rank = self._one_rank_error(texts, reference, routes)
             tolerance = bfloat16_tolerance(one_rank)
-            cases += self._cases(self._config.dtype, texts, measure, tolerance, routes)
-        return self._report(cases, texts, measure, tolerance, one_rank, time.monotonic() - began)
+            cases += self._cases(self._config.dtype, texts, reference, tolerance, routes)
+        return self._report(cases, texts, reference, tolerance, one_rank, time.monotonic() - began)
 
-    def _measure(self) -> tuple[list[Text], Measure, Routes]:
+    def _reference(self) -> tuple[list[Text], Reference, Routes]:
         """One rank continues the prompts, then runs it all in one go per sequence."""
         prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
         longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
@@ -77,7 +77,7 @@ class Verification:
             texts = _continued(ranks, longest, pool)
             notes.take()
             ran = ranks.run(self._plain(texts, pool, 1).plans)
-        return texts, measure_of(ran, texts, self._config.spec.vocab_size), notes.take()
+        return texts, reference_of(ran, texts, self._config.spec.vocab_size), notes.take()
 
     def _plain(self, texts: Sequence[Text], pool: CaseBlockPool, number: int) -> Case:
         ropes = (self._config.spec.rope_of(layer) for layer in range(self._config.spec.num_layers))
@@ -86,24 +86,24 @@ class Verification:
     def _one_rank(self, dtype: DType) -> RankConfig:
         return self._config.model_copy(update={"layout": Layout(), "dtype": dtype})
 
-    def _one_rank_error(self, texts: Sequence[Text], measure: Measure, routes: Routes) -> Distance:
+    def _one_rank_error(self, texts: Sequence[Text], reference: Reference, routes: Routes) -> Distance:
         pool = CaseBlockPool(self._config.block_size)
         case = self._plain(texts, pool, 0)
         self._say(f"one rank, {self._config.dtype}")
         with closing(WatchedThreads(self._one_rank(self._config.dtype), pool.num_blocks(texts), routes)) as ranks:
-            return distance(ranks.run(case.plans), case.plans, measure, self._shards(Layout()))
+            return distance(ranks.run(case.plans), case.plans, reference, self._shards(Layout()))
 
     def _shards(self, layout: Layout) -> list[Shard]:
         return [shards.shard(self._config.spec, layout, mesh.coords_of(layout, rank)) for rank in range(layout.world)]
 
     def _cases(
-        self, dtype: DType, texts: Sequence[Text], measure: Measure, tolerance: Tolerance, routes: Routes | None
+        self, dtype: DType, texts: Sequence[Text], reference: Reference, tolerance: Tolerance, routes: Routes | None
     ) -> list[CaseReport]:
         """Every case twice on the same ranks; a rank that fails ends the rest of them."""
         layout = self._config.layout
         pool = CaseBlockPool(self._config.block_size, layout.kv_owners, layout.attn_dp)
         config = self._config.model_copy(update={"dtype": dtype})
-        certain = certain_choices(measure, tolerance)
+        certain = certain_choices(reference, tolerance)
         reports: list[CaseReport] = []
         with closing(self._start(config, pool.num_blocks(texts), routes)) as ranks:
             for number, kind in enumerate(self._kinds):
@@ -115,15 +115,15 @@ class Verification:
                     runs = [ranks.run(case.plans) for _ in range(_REPEATED)]
                 except LinkError as error:
                     return [*reports, _broken(case, tolerance, str(error))]
-                found = distance(runs[0], case.plans, measure, self._shards(layout))
-                reports.append(judge(case, measure, tolerance, runs[0], found, _same_bits(*runs)))
+                found = distance(runs[0], case.plans, reference, self._shards(layout))
+                reports.append(judge(case, reference, tolerance, runs[0], found, _same_bits(*runs)))
         return reports
 
     def _report(
         self,
         cases: Sequence[CaseReport],
         texts: Sequence[Text],
-        measure: Measure,
+        reference: Reference,
         tolerance: Tolerance,
         one_rank: Distance | None,
         seconds: float,
@@ -142,7 +142,7 @@ class Verification:
             one_rank_error=None if one_rank is None else one_rank.logits,
             greedy_match=all(case.greedy_match for case in cases),
             departs=next((case.departs for case in cases if case.verdict == "fault"), None),
-            largest_logit=measure.largest_logit,
+            largest_logit=reference.largest_logit,
             prompts=tuple(text.prompt_length for text in texts),
             generated=self._generate,
             cases=tuple(cases),

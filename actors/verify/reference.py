@@ -1,4 +1,4 @@
-"""The measure: what one rank gives for every token of every text, and how far a recorded value is from it."""
+"""The reference: what one rank gives for every token of every text, and how far a recorded value is from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from placement.ownership.shard import Shard
 
 
 @dataclass(frozen=True)
-class Measure:
+class Reference:
     """Values of a plain run, one row per token of all texts end to end. `hidden`: by layer; `logits`: [tokens, vocab]."""
 
     texts: Sequence[Text]
@@ -36,7 +36,7 @@ class Measure:
 
 @dataclass
 class Distance:
-    """How far a run is from a measure. Errors are largest absolute differences; of hidden states, relative to the token's
+    """How far a run is from a reference. Errors are largest absolute differences; of hidden states, relative to the token's
     largest hidden value. Infinite where a value is not finite."""
 
     logits: float = 0.0
@@ -48,9 +48,9 @@ class Distance:
     """What is wrong whatever the tolerance: values that are missing, padding that could be sampled."""
 
 
-def measure_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Measure:
-    """The measure, from a run of `cases.plain` on one rank."""
-    empty = Measure(texts, {}, torch.empty(0))
+def reference_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Reference:
+    """The reference, from a run of `cases.plain` on one rank."""
+    empty = Reference(texts, {}, torch.empty(0))
     tokens = sum(len(text.tokens) for text in texts)
     hidden: dict[int, Tensor] = {}
     logits = torch.full((tokens, vocab_size), torch.nan)
@@ -60,33 +60,33 @@ def measure_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Measure:
             hidden.setdefault(layer, torch.full((tokens, values.shape[1]), torch.nan))[rows] = values
         for keys, values in record.logits:
             logits[empty.rows(keys)] = values[:, :vocab_size]
-    return Measure(texts, hidden, logits)
+    return Reference(texts, hidden, logits)
 
 
-def distance(ran: Ran, plans: Sequence[StepPlan], measure: Measure, shards: Sequence[Shard]) -> Distance:
-    """How far every rank's values are from the measure. `shards`: what each world rank holds."""
+def distance(ran: Ran, plans: Sequence[StepPlan], reference: Reference, shards: Sequence[Shard]) -> Distance:
+    """How far every rank's values are from the reference. `shards`: what each world rank holds."""
     found = Distance()
-    wanted = _Coverage(measure, plans)
+    wanted = _Coverage(reference, plans)
     for rank, (records, own) in enumerate(zip(ran.records, shards, strict=True)):
         for record in records:
             for layer, values in record.hidden.items():
-                _compare_hidden(found, measure, rank, layer, record.keys, values)
+                _compare_hidden(found, reference, rank, layer, record.keys, values)
                 wanted.saw_hidden(layer, record.keys)
             for keys, values in record.logits:
-                _compare_logits(found, measure, rank, own, keys, values)
+                _compare_logits(found, reference, rank, own, keys, values)
                 wanted.saw_logits(own, keys)
     found.faults += wanted.missing()
-    _compare_logprobs(found, measure, ran.results)
+    _compare_logprobs(found, reference, ran.results)
     return found
 
 
-def _compare_hidden(found: Distance, measure: Measure, rank: int, layer: int, keys: Sequence[Key], values: Tensor) -> None:
+def _compare_hidden(found: Distance, reference: Reference, rank: int, layer: int, keys: Sequence[Key], values: Tensor) -> None:
     if len(keys) != values.shape[0]:
         found.faults.append(f"rank {rank}: layer {layer} returned {values.shape[0]} rows for {len(keys)} tokens")
         return
     if not keys:
         return
-    expected = measure.hidden[layer][measure.rows(keys)]
+    expected = reference.hidden[layer][reference.rows(keys)]
     errors = (values - expected).abs().amax(1) / expected.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
     errors = errors.nan_to_num(torch.inf)
     error, at = float(errors.max()), int(errors.argmax())
@@ -94,35 +94,35 @@ def _compare_hidden(found: Distance, measure: Measure, rank: int, layer: int, ke
         found.layers[layer], found.worst[layer] = error, (rank, keys[at])
 
 
-def _compare_logits(found: Distance, measure: Measure, rank: int, own: Shard, keys: Sequence[Key], values: Tensor) -> None:
-    vocab = measure.logits.shape[1]
+def _compare_logits(found: Distance, reference: Reference, rank: int, own: Shard, keys: Sequence[Key], values: Tensor) -> None:
+    vocab = reference.logits.shape[1]
     real = max(0, min(own.head_vocab.stop, vocab) - own.head_vocab.start)
-    expected = measure.logits[measure.rows(keys), own.head_vocab.start : own.head_vocab.start + real]
+    expected = reference.logits[reference.rows(keys), own.head_vocab.start : own.head_vocab.start + real]
     if real:
         found.logits = max(found.logits, float((values[:, :real] - expected).abs().nan_to_num(torch.inf).max()))
     if not torch.isneginf(values[:, real:]).all():
         found.faults.append(f"rank {rank}: logits of padding ids past {vocab} are not -inf, so they could be sampled")
 
 
-def _compare_logprobs(found: Distance, measure: Measure, results: Sequence[StepResult]) -> None:
+def _compare_logprobs(found: Distance, reference: Reference, results: Sequence[StepResult]) -> None:
     """Prompt log-probabilities as the output ranks reported them."""
     for result in results:
         for scored in result.prompt_logprobs:
             keys = [(scored.sequence_id, scored.first - 1 + at) for at in range(len(scored.entries))]
             tokens = torch.tensor([entry.token for entry in scored.entries])
             given = torch.tensor([entry.logprob for entry in scored.entries])
-            expected = torch.log_softmax(measure.logits[measure.rows(keys)], -1).gather(1, tokens[:, None])[:, 0]
+            expected = torch.log_softmax(reference.logits[reference.rows(keys)], -1).gather(1, tokens[:, None])[:, 0]
             found.logprobs = max(found.logprobs, float((given - expected).abs().nan_to_num(torch.inf).max()))
 
 
 class _Coverage:
     """Which values were seen: a token that a rank dropped must not pass for one that agreed."""
 
-    def __init__(self, measure: Measure, plans: Sequence[StepPlan]) -> None:
+    def __init__(self, reference: Reference, plans: Sequence[StepPlan]) -> None:
         self._tokens = planned_keys(plans)
-        self._hidden: dict[int, set[Key]] = {layer: set() for layer in measure.hidden}
+        self._hidden: dict[int, set[Key]] = {layer: set() for layer in reference.hidden}
         self._vocab: dict[Key, set[range]] = {key: set() for key in sampled_keys(plans)}
-        self._size = measure.logits.shape[1]
+        self._size = reference.logits.shape[1]
 
     def saw_hidden(self, layer: int, keys: Sequence[Key]) -> None:
         self._hidden[layer].update(keys)
