@@ -20,8 +20,8 @@ import torch
 
 from actors.engine.link.link import LinkError
 from actors.verify.cases import KINDS, Case, CaseBlockPool, Text, make_case, plain
+from actors.verify.expert_moves import with_moves
 from actors.verify.judge import Tolerance, bfloat16_tolerance, certain_choices, float32_tolerance, judge
-from actors.verify.moving import with_moves
 from actors.verify.ranks import Ran, StartRanks, WatchedRanks, WatchedThreads
 from actors.verify.reference import Distance, Reference, distance, reference_of
 from actors.verify.report import CaseReport, Report
