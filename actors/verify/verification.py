@@ -35,7 +35,7 @@ from placement.model.spec import DType
 from placement.ownership import shards
 from placement.ownership.shard import Shard
 
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 _REPEATED = 2
 
 
@@ -49,10 +49,10 @@ class Verification:
         generate: int = 6,
         kinds: Sequence[str] = KINDS,
         start: StartRanks = WatchedThreads,
-        say: Say = lambda line: None,
+        on_progress: OnProgress = lambda line: None,
     ) -> None:
         self._config, self._prompts, self._generate = config, prompts, generate
-        self._kinds, self._start, self._say = kinds, start, say
+        self._kinds, self._start, self._on_progress = kinds, start, on_progress
 
     def run(self) -> Report:
         """The report. Raises `LinkError` only where one rank itself cannot run: that is no fault of the layout."""
@@ -72,7 +72,7 @@ class Verification:
         prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
         longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
         pool, notes = CaseBlockPool(self._config.block_size), RouteNotes()
-        self._say("one rank, float32")
+        self._on_progress("one rank, float32")
         with closing(WatchedThreads(self._one_rank("float32"), pool.num_blocks(longest), tamper=notes.attach)) as ranks:
             texts = _continued(ranks, longest, pool)
             notes.take()
@@ -89,7 +89,7 @@ class Verification:
     def _one_rank_error(self, texts: Sequence[Text], reference: Reference, routes: Routes) -> Distance:
         pool = CaseBlockPool(self._config.block_size)
         case = self._plain(texts, pool, 0)
-        self._say(f"one rank, {self._config.dtype}")
+        self._on_progress(f"one rank, {self._config.dtype}")
         with closing(WatchedThreads(self._one_rank(self._config.dtype), pool.num_blocks(texts), routes)) as ranks:
             return distance(ranks.run(case.plans), case.plans, reference, self._shards(Layout()))
 
@@ -107,7 +107,7 @@ class Verification:
         reports: list[CaseReport] = []
         with closing(self._start(config, pool.num_blocks(texts), routes)) as ranks:
             for number, kind in enumerate(self._kinds):
-                self._say(f"{layout}, {dtype}, {kind}")
+                self._on_progress(f"{layout}, {dtype}, {kind}")
                 case = make_case(kind, texts, pool, number + 1, certain)
                 if kind == "decode":
                     case = with_moves(case, self._config.spec, layout)

@@ -108,13 +108,13 @@ def _verified(args: VerifyArgs, config: RankConfig, prompts: list[list[int]]) ->
     console = Console(stderr=True)
     with console.status("") as status:
 
-        def say(line: str) -> None:
+        def on_progress(line: str) -> None:
             status.update(line)
 
         if not args.processes:
-            return Verification(config, prompts, _GENERATE, say=say).run()
+            return Verification(config, prompts, _GENERATE, on_progress=on_progress).run()
         with Workers(config.layout.world) as workers:
-            return Verification(config, prompts, _GENERATE, start=workers.start, say=say).run()
+            return Verification(config, prompts, _GENERATE, start=workers.start, on_progress=on_progress).run()
 
 
 def _show(report: Report) -> None:
