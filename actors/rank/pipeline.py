@@ -36,7 +36,7 @@ class Pipeline:
         """Seconds spent on steps so far without those; the runner adds them up."""
         self._pp, self._cp = pp, cp
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self._unheard: deque[tuple[int, list[int]]] = deque()
+        self._unreceived: deque[tuple[int, list[int]]] = deque()
         """Steps whose tokens have not been taken, oldest first, and the sequences they were sampled for."""
 
     def receive(self, rows: int) -> Tensor | None:
@@ -53,33 +53,33 @@ class Pipeline:
         if len(hidden):
             self._pp.send(hidden, self._pp.rank + 1)
 
-    def tell(self, tokens: Sequence[int] | None, count: int) -> list[int]:
+    def publish_tokens(self, tokens: Sequence[int] | None, count: int) -> list[int]:
         """On the last stage: the `count` tokens of a step, to all who have not sampled them; `tokens` is None on ranks
         that have not, which learn them here."""
         if count == 0:
             return []
-        told = self._among_cp(tokens, count)
+        sampled = self._among_cp(tokens, count)
         for stage in range(self._pp.size - 1):
-            self._pp.send(told, stage)
-        return list(told.tolist() if tokens is None else tokens)
+            self._pp.send(sampled, stage)
+        return list(sampled.tolist() if tokens is None else tokens)
 
     def _among_cp(self, tokens: Sequence[int] | None, count: int) -> Tensor:
         if tokens is None:
             return self._cp.recv((count,), torch.int64, 0)
-        told = torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        sampled = torch.tensor(tokens, dtype=torch.int64, device=self._device)
         for peer in range(1, self._cp.size):
-            self._cp.send(told, peer)
-        return told
+            self._cp.send(sampled, peer)
+        return sampled
 
     def expect(self, step: int, sequence_ids: list[int]) -> None:
         """`step` samples a token for each of `sequence_ids`; stages that do not sample will be told."""
         if sequence_ids and not self.is_last:
-            self._unheard.append((step, sequence_ids))
+            self._unreceived.append((step, sequence_ids))
 
-    def hear(self, through: int) -> Iterator[tuple[int, int]]:
-        """(sequence id, token) of all steps up to `through` that were not heard before."""
-        while self._unheard and self._unheard[0][0] <= through:
-            _, sequence_ids = self._unheard.popleft()
+    def receive_tokens(self, through: int) -> Iterator[tuple[int, int]]:
+        """(sequence id, token) of all steps up to `through` that were not received before."""
+        while self._unreceived and self._unreceived[0][0] <= through:
+            _, sequence_ids = self._unreceived.popleft()
             with self._waiting():
                 tokens = self._pp.recv((len(sequence_ids),), torch.int64, self._pp.size - 1).tolist()
             yield from zip(sequence_ids, tokens, strict=True)

@@ -87,20 +87,20 @@ class Runner:
         """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
         mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
-        told = plan if self._chooses_for_all else mine
+        visible = plan if self._chooses_for_all else mine
         self._experts.move(plan.moves)
-        self._apply(told)
-        result = self._run(told, mine.rows, lanes, plan.copy_offset)
+        self._apply(visible)
+        result = self._run(visible, mine.rows, lanes, plan.copy_offset)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
 
     def catch_up(self) -> None:
-        """Take every token the last stage has told; else that waits for a plan that needs one."""
-        self._note(self._pipeline.hear(sys.maxsize))
+        """Take every token the last stage has published; else that waits for a plan that needs one."""
+        self._note(self._pipeline.receive_tokens(sys.maxsize))
 
     def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes, copy_offset: int) -> StepResult | None:
-        """`rows`: those of the lane; `plan`: what this rank was told, with the rows whose tokens are chosen here."""
+        """`rows`: those of the lane; `plan`: what is visible to this rank, with the rows whose tokens are chosen here."""
         wanted = [row.sequence_id for row in rows if row.sample]
         for row in plan.rows:
             if row.sample:
@@ -111,13 +111,13 @@ class Runner:
             return None
         restored = self._restored(rows, hidden)
         if self._context.rank > 0:
-            self._note(zip(wanted, self._pipeline.tell(None, len(wanted)), strict=True))
+            self._note(zip(wanted, self._pipeline.publish_tokens(None, len(wanted)), strict=True))
             return None
         sampled = self._sample(plan.rows, hidden[self._tensor(last)])
         self._note((item.sequence_id, item.token) for item in sampled)
         own = set(wanted)
         mine = [item for item in sampled if item.sequence_id in own]
-        self._pipeline.tell([item.token for item in mine], len(mine))
+        self._pipeline.publish_tokens([item.token for item in mine], len(mine))
         return StepResult(step=plan.step, sampled=mine, prompt_logprobs=self._score(plan.rows, rows, restored))
 
     def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
@@ -127,7 +127,7 @@ class Runner:
 
     def _apply(self, plan: StepPlan) -> None:
         wanted = [self._known(row).sampled_at for row in plan.rows if row.append_sampled]
-        self._note(self._pipeline.hear(max([plan.settled, *wanted])))
+        self._note(self._pipeline.receive_tokens(max([plan.settled, *wanted])))
         for sequence_id in plan.ended:
             self._sequences.pop(sequence_id, None)
         for start in plan.started:

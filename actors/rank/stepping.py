@@ -27,16 +27,16 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     """
     layout, coords = parts.config.layout, mesh.coords_of(parts.config.layout, parts.config.world_rank)
     answers = parts.config.world_rank in mesh.output_ranks(layout)
-    tells_time = layout.pp > 1 and coords.cp == coords.tp == 0
+    reports_busy = layout.pp > 1 and coords.cp == coords.tp == 0
     parts.courier.watch(parts.decoder)
     try:
         while True:
             plan = _next_plan(link, parts)
             parts.librarian.before(plan)
             parts.courier.before(plan)
-            _tell(parts, link)
+            _send_kv_reports(parts, link)
             result = parts.runner.step(plan)
-            if tells_time:
+            if reports_busy:
                 link.send_busy(coords.attn_dp * layout.pp + coords.pp, parts.pipeline.busy_s)
             if answers and result is not None:
                 link.send_result(result)
@@ -65,13 +65,13 @@ def close_groups(groups: Mapping[str, Group]) -> None:
 def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
     """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
     while True:
-        _tell(parts, link)
+        _send_kv_reports(parts, link)
         is_busy = parts.courier.is_busy or parts.librarian.is_busy
         with suppress(LinkTimeout):
             return link.receive_plan(_GLANCE_S if is_busy else _LISTEN_S)
 
 
-def _tell(parts: Parts, link: PlanLink) -> None:
+def _send_kv_reports(parts: Parts, link: PlanLink) -> None:
     for report in (parts.courier.poll(), parts.librarian.poll()):
         if report is not None:
             link.send_kv(report)

@@ -166,8 +166,10 @@ def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sampled_token_that_reaches_the_first_stage_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Pipeline.hear
-    monkeypatch.setattr(Pipeline, "hear", lambda self, through: ((at, token ^ 1) for at, token in right(self, through)))
+    right = Pipeline.receive_tokens
+    monkeypatch.setattr(
+        Pipeline, "receive_tokens", lambda self, through: ((at, token ^ 1) for at, token in right(self, through))
+    )
     report = verify(tiny("llama2"), "pp=2")
     assert_fault(report, "embedding")
     assert [case.name for case in report.cases if case.verdict == "fault"] == ["decode"]
