@@ -1,6 +1,6 @@
 """A prefill and a decode replica in one process, with unlike layouts, and an ingress that goes between them.
 
-Real engines, ranks and couriers; bytes go over `actors.kv_transfer.local`.
+Real engines, ranks and KV connectors; bytes go over `actors.kv_transfer.local`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.refusal import RequestRefused
 from actors.kv_offload.librarian import Librarian
-from actors.kv_transfer.courier import Courier
+from actors.kv_transfer.connector_worker import KVConnectorWorker
 from actors.kv_transfer.local import LocalTransport, Switchboard
 from actors.kv_transfer.transport import Transport
 from actors.rank.assembly import Parts
@@ -135,9 +135,9 @@ def _side(
     def attach(parts: Parts) -> Parts:
         transport = make(f"{name}{parts.config.world_rank}")
         ranked = parts.config.model_copy(update={"handoff_range_bytes": range_bytes})
-        courier = Courier.of(ranked, parts.cache, transport, "local", "a" * 64)
+        kv_connector = KVConnectorWorker.of(ranked, parts.cache, transport, "local", "a" * 64)
         if config.tiers is None:
-            return replace(parts, courier=courier)
-        return replace(parts, courier=courier, librarian=Librarian(parts.config, parts.cache, config.tiers.settings))
+            return replace(parts, kv_connector=kv_connector)
+        return replace(parts, kv_connector=kv_connector, librarian=Librarian(parts.config, parts.cache, config.tiers.settings))
 
     return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach

@@ -19,7 +19,7 @@ import torch
 
 from actors.groups.group import Group
 from actors.kv_offload.librarian import Librarian, NoLibrarian
-from actors.kv_transfer.courier import Courier, NoCourier
+from actors.kv_transfer.connector_worker import KVConnectorWorker, NoKVConnectorWorker
 from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.context.backend import ContextAttention
@@ -68,7 +68,7 @@ class Parts:
     pipeline: Pipeline
     runner: StepRunner
     experts: ExpertWeightMover | NoExperts
-    courier: Courier | NoCourier
+    kv_connector: KVConnectorWorker | NoKVConnectorWorker
     librarian: Librarian | NoLibrarian
 
 
@@ -104,17 +104,17 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     place = ContextRank.of(config.layout, coords, config.block_size)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
-    courier = _courier(config, cache)
+    kv_connector = _kv_connector(config, cache)
     librarian = NoLibrarian() if config.tiers is None else Librarian(config, cache, config.tiers)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, courier, librarian)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, librarian)
 
 
-def _courier(config: RankConfig, cache: KVCaches) -> Courier | NoCourier:
+def _kv_connector(config: RankConfig, cache: KVCaches) -> KVConnectorWorker | NoKVConnectorWorker:
     if not config.in_pool:
-        return NoCourier()
+        return NoKVConnectorWorker()
     transport = NixlTransport(f"rank{config.world_rank}")
     digest = model_digest(config.spec, Path(config.model_path))
-    return Courier.of(config, cache, transport, f"nixl {nixl_version()}", digest)
+    return KVConnectorWorker.of(config, cache, transport, f"nixl {nixl_version()}", digest)
 
 
 def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertWeightMover | NoExperts:

@@ -28,12 +28,12 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     layout, coords = parts.config.layout, mesh.coords_of(parts.config.layout, parts.config.world_rank)
     answers = parts.config.world_rank in mesh.output_ranks(layout)
     reports_busy = layout.pp > 1 and coords.cp == coords.tp == 0
-    parts.courier.watch(parts.decoder)
+    parts.kv_connector.watch(parts.decoder)
     try:
         while True:
             plan = _next_plan(link, parts)
             parts.librarian.before(plan)
-            parts.courier.before(plan)
+            parts.kv_connector.before(plan)
             _send_kv_reports(parts, link)
             result = parts.runner.step(plan)
             if reports_busy:
@@ -42,7 +42,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
                 link.send_result(result)
             if plan.asks_experts and (report := parts.experts.report(plan.step)) is not None:
                 link.send_experts(report)
-            parts.courier.after()
+            parts.kv_connector.after()
             stepped()
     except LinkClosed:
         return
@@ -51,7 +51,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
         raise
     finally:
         link.close()
-        parts.courier.close()
+        parts.kv_connector.close()
         parts.librarian.close()
         close_groups(parts.groups)
 
@@ -66,12 +66,12 @@ def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
     """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
     while True:
         _send_kv_reports(parts, link)
-        is_busy = parts.courier.is_busy or parts.librarian.is_busy
+        is_busy = parts.kv_connector.is_busy or parts.librarian.is_busy
         with suppress(LinkTimeout):
             return link.receive_plan(_GLANCE_S if is_busy else _LISTEN_S)
 
 
 def _send_kv_reports(parts: Parts, link: PlanLink) -> None:
-    for report in (parts.courier.poll(), parts.librarian.poll()):
+    for report in (parts.kv_connector.poll(), parts.librarian.poll()):
         if report is not None:
             link.send_kv(report)

@@ -12,7 +12,7 @@ import torch
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.disaggregation import outgoing
 from actors.engine.refusal import RequestRefused
-from actors.kv_transfer import courier
+from actors.kv_transfer import connector_worker
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from tests.inprocess import in_process
 from tests.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
@@ -159,7 +159,7 @@ def test_a_prefill_replica_that_freezes_after_its_first_word_costs_its_silence(e
 
 def test_ranks_that_send_for_long_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that does not end is no silence: what ends it is the lease. All in a fifth of the usual time."""
-    monkeypatch.setattr(courier, "_SIGN_EVERY_S", 0.2)
+    monkeypatch.setattr(connector_worker, "_SIGN_EVERY_S", 0.2)
     monkeypatch.setattr(outgoing, "_WORD_EVERY_S", 0.2)
     monkeypatch.setattr(outgoing, "_ALIVE_S", 0.8)
     settings = {"lease_s": 3.5, "grace_s": 0.6, "quiet_s": 1.5}

@@ -31,7 +31,7 @@ from placement.ownership.handoff_positions import shared
 _SIGN_EVERY_S = 1.0
 
 
-class Courier:
+class KVConnectorWorker:
     """One rank's. `side` is its own, with its lane. Not safe for several threads."""
 
     def __init__(self, config: RankConfig, endpoint: KVEndpoint) -> None:
@@ -50,7 +50,7 @@ class Courier:
         self._told_s = 0.0
 
     @classmethod
-    def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> Courier:
+    def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> KVConnectorWorker:
         """That of the rank of `config`. `name`: the transport's, with its version.
 
         Raises `ModelError` for a model whose KV cannot be handed over.
@@ -172,7 +172,7 @@ class Courier:
                 self._endpoint.disconnect(self._peers.pop(greeting))
 
 
-class NoCourier:
+class NoKVConnectorWorker:
     """That of a rank of no pool."""
 
     is_busy = False
