@@ -16,7 +16,7 @@ import torch
 
 from actors.engine.config.engine_config import EngineConfig, Pool
 from actors.engine.refusal import RequestRefused
-from actors.kv_offload.librarian import Librarian
+from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.kv_transfer.connector_worker import KVConnectorWorker
 from actors.kv_transfer.local import LocalTransport, Switchboard
 from actors.kv_transfer.transport import Transport
@@ -138,6 +138,8 @@ def _side(
         kv_connector = KVConnectorWorker.of(ranked, parts.cache, transport, "local", "a" * 64)
         if config.tiers is None:
             return replace(parts, kv_connector=kv_connector)
-        return replace(parts, kv_connector=kv_connector, librarian=Librarian(parts.config, parts.cache, config.tiers.settings))
+        return replace(
+            parts, kv_connector=kv_connector, kv_offload=KVOffloadWorker(parts.config, parts.cache, config.tiers.settings)
+        )
 
     return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach

@@ -175,11 +175,11 @@ class StepLoop:
                 stage_busy_seconds=self._meter.busy_s,
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
-                tier_saved_blocks=scheduler.shelves.counts.saved_blocks,
-                tier_asked_tokens=scheduler.shelves.counts.asked_tokens,
-                tier_found_tokens=scheduler.shelves.counts.found_tokens,
-                tier_late=scheduler.shelves.counts.late,
-                tier_hits=dict(scheduler.shelves.counts.hits),
+                tier_saved_blocks=scheduler.offload.counts.saved_blocks,
+                tier_asked_tokens=scheduler.offload.counts.asked_tokens,
+                tier_found_tokens=scheduler.offload.counts.found_tokens,
+                tier_late=scheduler.offload.counts.late,
+                tier_hits=dict(scheduler.offload.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
                 hand_offs=None if self.config.pool is None else scheduler.hand_offs.stats(),
             )
@@ -248,7 +248,7 @@ class StepLoop:
             self._link.send(plan)
 
     def _look_for_starvation(self) -> None:
-        is_starved = not self._in_flight and self._scheduler.shelves.is_stuck and self._scheduler.waiting.num_requests > 0
+        is_starved = not self._in_flight and self._scheduler.offload.is_stuck and self._scheduler.waiting.num_requests > 0
         self._starved_since = (self._starved_since or self._clock()) if is_starved else None
 
     def _take_result(self) -> None:

@@ -54,7 +54,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
         self.hand_offs = HandOffs(config, self.lanes)
         self.reservations, self.outgoing = self.hand_offs.reservations, self.hand_offs.outgoing
-        self.shelves = self.hand_offs.shelves
+        self.offload = self.hand_offs.offload
         self._roster = Roster(self.tenants)
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._need_no_step: list[Sequence] = []
@@ -94,7 +94,7 @@ class Scheduler:
         or while none is in flight: so prompts on their way out get their words only while steps end."""
         for made in self.reservations.expired(now):
             self._compute_here(made)
-        for sequence in self.shelves.expired(now):
+        for sequence in self.offload.expired(now):
             self._start_over(sequence)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
@@ -105,7 +105,7 @@ class Scheduler:
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
         """Apply what a rank tells of hand-offs and fetches."""
-        self.shelves.hear(report)
+        self.offload.hear(report)
         last, failed = self.outgoing.hear(report, now)
         for sequence in failed:
             self._drop(sequence)
@@ -166,7 +166,7 @@ class Scheduler:
             self.waiting.push_back_in(victim)
             self.counts.preemptions += 1
         # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
-        for sequence in self.shelves.ready(lane.index):
+        for sequence in self.offload.ready(lane.index):
             self._register(sequence)
             if not self._hands_over(sequence, now):
                 self._begin(sequence, draft, now)
@@ -189,10 +189,10 @@ class Scheduler:
             self.waiting.remove(sequence)
             lane.take_in(sequence)
             self.counts.cache_hit_tokens += sequence.num_computed
-            promised = self.shelves.promises(sequence)
-            if promised:
+            num_matched = self.offload.num_matched_blocks(sequence)
+            if num_matched:
                 sequence.state = State.RESERVED
-                self.shelves.fetch(sequence, promised, now)
+                self.offload.fetch(sequence, num_matched, now)
             elif not self._hands_over(sequence, now):
                 self._begin(sequence, drafts[lane.index], now)
                 lane.run_chunk(sequence, drafts[lane.index])
@@ -214,7 +214,7 @@ class Scheduler:
 
     def _register(self, sequence: Sequence) -> None:
         """Its full blocks can be found from now on, and outlive the device."""
-        self.shelves.save(sequence, self.lanes[sequence.lane].register(sequence))
+        self.offload.save(sequence, self.lanes[sequence.lane].register(sequence))
 
     def _start(self, sequence: Sequence, draft: Draft) -> None:
         draft.start(sequence, self._next_sequence_id)
@@ -303,7 +303,7 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self.lanes[sequence.lane].let_go(sequence)
             self._ended.append(sequence.sequence_id)
-        elif sequence.state is State.RESERVED and not self.shelves.abandon(sequence):
+        elif sequence.state is State.RESERVED and not self.offload.abandon(sequence):
             self.reservations.abandon(self.reservations.of(sequence))
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from actors.groups.group import Group
-from actors.kv_offload.librarian import Librarian, NoLibrarian
+from actors.kv_offload.offload_worker import KVOffloadWorker, NoKVOffloadWorker
 from actors.kv_transfer.connector_worker import KVConnectorWorker, NoKVConnectorWorker
 from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
 from actors.model.attention.backend import AttentionBackend
@@ -69,7 +69,7 @@ class Parts:
     runner: StepRunner
     experts: ExpertWeightMover | NoExperts
     kv_connector: KVConnectorWorker | NoKVConnectorWorker
-    librarian: Librarian | NoLibrarian
+    kv_offload: KVOffloadWorker | NoKVOffloadWorker
 
 
 def own_shard(config: RankConfig) -> Shard:
@@ -105,8 +105,8 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
     kv_connector = _kv_connector(config, cache)
-    librarian = NoLibrarian() if config.tiers is None else Librarian(config, cache, config.tiers)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, librarian)
+    kv_offload = NoKVOffloadWorker() if config.tiers is None else KVOffloadWorker(config, cache, config.tiers)
+    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, kv_offload)
 
 
 def _kv_connector(config: RankConfig, cache: KVCaches) -> KVConnectorWorker | NoKVConnectorWorker:

@@ -32,7 +32,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     try:
         while True:
             plan = _next_plan(link, parts)
-            parts.librarian.before(plan)
+            parts.kv_offload.before(plan)
             parts.kv_connector.before(plan)
             _send_kv_reports(parts, link)
             result = parts.runner.step(plan)
@@ -52,7 +52,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
     finally:
         link.close()
         parts.kv_connector.close()
-        parts.librarian.close()
+        parts.kv_offload.close()
         close_groups(parts.groups)
 
 
@@ -66,12 +66,12 @@ def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
     """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
     while True:
         _send_kv_reports(parts, link)
-        is_busy = parts.kv_connector.is_busy or parts.librarian.is_busy
+        is_busy = parts.kv_connector.is_busy or parts.kv_offload.is_busy
         with suppress(LinkTimeout):
             return link.receive_plan(_GLANCE_S if is_busy else _LISTEN_S)
 
 
 def _send_kv_reports(parts: Parts, link: PlanLink) -> None:
-    for report in (parts.kv_connector.poll(), parts.librarian.poll()):
+    for report in (parts.kv_connector.poll(), parts.kv_offload.poll()):
         if report is not None:
             link.send_kv(report)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import HandOffStats
+from actors.engine.disaggregation.offload_manager import KVOffloadManager
 from actors.engine.disaggregation.outgoing import Outgoings
 from actors.engine.disaggregation.reservations import Reservations
-from actors.engine.disaggregation.shelves import Shelves
 
 
 class HandOffs:
@@ -19,25 +19,25 @@ class HandOffs:
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
         self.reservations = Reservations(config, lanes)
         self.outgoing = Outgoings(config, lanes)
-        self.shelves = Shelves(config, lanes)
+        self.offload = KVOffloadManager(config, lanes)
 
     def __bool__(self) -> bool:
         """Whether anything is under way: something may have to be done though nothing is in flight."""
-        return bool(self.reservations) or bool(self.outgoing) or bool(self.shelves)
+        return bool(self.reservations) or bool(self.outgoing) or bool(self.offload)
 
     @property
     def has_news(self) -> bool:
         """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
         into, out = self.reservations, self.outgoing
-        return bool(into.expects or into.forgets or out.forgets) or self.shelves.has_news
+        return bool(into.expects or into.forgets or out.forgets) or self.offload.has_news
 
     def tell(self) -> dict[str, object]:
         """What the next plan says of them, once."""
-        into, out, shelves = self.reservations, self.outgoing, self.shelves
+        into, out, offload = self.reservations, self.outgoing, self.offload
         said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
-        said |= {"saves": shelves.saves, "fetches": shelves.fetches}
+        said |= {"saves": offload.saves, "fetches": offload.fetches}
         into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
-        shelves.saves, shelves.fetches = [], []
+        offload.saves, offload.fetches = [], []
         return said
 
     def stats(self) -> HandOffStats:

@@ -12,7 +12,7 @@ import torch
 
 from actors.engine.config.engine_config import EngineConfig, Tiering
 from actors.engine.config.stats import EngineStats
-from actors.kv_offload.librarian import Librarian
+from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.kv_offload.piece import Form
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
@@ -38,7 +38,7 @@ def tiered(model: TinyModel, layout: str, blocks: int, settings: TierSettings) -
     tiers = Tiering(settings=settings, layout=parsed, form=form, block_bytes=4096)
 
     def attach(parts: Parts) -> Parts:
-        return replace(parts, librarian=Librarian(parts.config, parts.cache, settings))
+        return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.cache, settings))
 
     return config(blocks).model_copy(update={"tiers": tiers, "kv_owners": parsed.kv_owners}), attach
 

@@ -323,7 +323,7 @@ def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> No
     assert (plan.fetches, [(row.start, row.count) for row in plan.rows]) == ([], [(0, 8)])
     assert not {block for row in plan.rows for block in row.new_blocks} & set(fetch.blocks), "a rank may still fill them"
     side.step()
-    assert (side.events[-1].finish, side.held, side.scheduler.shelves.counts.late) == ("length", 3, 1)
+    assert (side.events[-1].finish, side.held, side.scheduler.offload.counts.late) == ("length", 3, 1)
     side.add(request(request_id="b", prompt=[*range(20, 29)], max_tokens=1))
     assert side.step().fetches == [], "nobody asks tiers that are stuck"
     side.step()

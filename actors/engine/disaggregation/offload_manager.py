@@ -42,7 +42,7 @@ class _Fetch:
 
 
 @dataclass(slots=True)
-class ShelfCounts:
+class OffloadCounts:
     """What happened since the engine was made. Tokens of blocks asked of the tiers, and of those found in them."""
 
     saved_blocks: int = 0
@@ -68,11 +68,11 @@ class _Believed:
             self.hashes.popitem(last=False)
 
 
-class Shelves:
+class KVOffloadManager:
     """Not thread-safe: the scheduler's thread calls it. Without tiers it never has anything to do."""
 
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
-        self.counts = ShelfCounts()
+        self.counts = OffloadCounts()
         self.saves: list[KVSave] = []
         self.fetches: list[KVFetch] = []
         """Both: for the next plan."""
@@ -111,7 +111,7 @@ class Shelves:
             self.counts.saved_blocks += len(fresh)
             self.saves.append(KVSave(lane=sequence.lane, places=fresh, hashes=hashes, blocks=self._pages(sequence.blocks)))
 
-    def promises(self, sequence: Sequence) -> int:
+    def num_matched_blocks(self, sequence: Sequence) -> int:
         """Blocks behind those found on the device that a tier is believed to have. Never the last token's."""
         if self._tiers is None or sequence.scores_prompt or not self._config.prefix_cache:
             return 0

@@ -32,7 +32,7 @@ from placement.ownership.handoff_pages import PageTable
 logger = logging.getLogger(__name__)
 
 
-class Librarian:
+class KVOffloadWorker:
     """One rank's. Its methods are called from the rank's thread."""
 
     def __init__(self, config: RankConfig, cache: KVCaches, settings: TierSettings) -> None:
@@ -107,7 +107,7 @@ class Librarian:
         return found
 
 
-class NoLibrarian:
+class NoKVOffloadWorker:
     """That of a rank without tiers."""
 
     is_busy = False
