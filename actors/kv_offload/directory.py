@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from actors.kv_offload import tree
+from actors.kv_offload import key_layout
 from actors.kv_offload.file_format import decode, encode
 from actors.kv_offload.ledger import Ledger
 from actors.kv_offload.piece import BlockName, Piece
@@ -44,7 +44,7 @@ class DirectoryTier:
         self.directory, self.limit_bytes = directory, limit_bytes
         self.num_damaged = 0
         """Files that were not what they should be: misses, and removed."""
-        self._own = tree.own_folder(directory)
+        self._own = key_layout.own_folder(directory)
         self._pins: Counter[BlockName] = Counter()
         self._pins_lock = Lock()
         self._condemned: set[Path] = set()
@@ -53,7 +53,7 @@ class DirectoryTier:
         try:
             self._ledger = Ledger(self._own / ".ledger")
         except OSError as error:
-            raise tree.DirectoryError(f"disk_cache {str(directory)!r}: {error.strerror} ({error.filename})") from error
+            raise key_layout.DirectoryError(f"disk_cache {str(directory)!r}: {error.strerror} ({error.filename})") from error
         try:
             with self._ledger.locked():
                 self._count_anew()
@@ -62,13 +62,13 @@ class DirectoryTier:
 
     def pieces(self, block: BlockName) -> list[Piece]:
         try:
-            names = os.listdir(tree.folder(self._own, block))
+            names = os.listdir(key_layout.folder(self._own, block))
         except OSError:
             return []
         return [piece for name in names if (piece := Piece.parse(name)) is not None]
 
     def load(self, block: BlockName, piece: Piece, place: int = 0) -> bytes | None:
-        path = tree.folder(self._own, block) / str(piece)
+        path = key_layout.folder(self._own, block) / str(piece)
         try:
             content = path.read_bytes()
         except OSError:
@@ -85,7 +85,7 @@ class DirectoryTier:
         return data
 
     def store(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
-        path, content = tree.folder(self._own, block) / str(piece), encode(block, piece, data)
+        path, content = key_layout.folder(self._own, block) / str(piece), encode(block, piece, data)
         if path.is_file() and path not in self._condemned:
             self._used(path, place)
             return True
@@ -120,7 +120,7 @@ class DirectoryTier:
     def num_bytes(self) -> int:
         """Bytes of all files as the ledger has them; counted, where it has no number."""
         total = self._ledger.total
-        return tree.num_bytes(self._own) if total is None else total
+        return key_layout.num_bytes(self._own) if total is None else total
 
     def _tell(self, error: OSError) -> bool:
         """Log a kind of failure once, as every block may meet it. Always False."""
@@ -136,7 +136,7 @@ class DirectoryTier:
 
     def _written(self, path: Path, content: bytes, place: int) -> bool:
         """Write a file and let it appear. Raises `OSError`."""
-        new = tree.unfinished(path)
+        new = key_layout.unfinished(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             new.write_bytes(content)
@@ -164,7 +164,7 @@ class DirectoryTier:
     def _make_room(self, size: int, full: int) -> int:
         """Remove the files used longest ago until what stays is `_KEEP` of `full` bytes and `size` more fit into those; bytes
         of the files that stay."""
-        files = sorted(tree.files(self._own))
+        files = sorted(key_layout.files(self._own))
         total = sum(each for _, each, _ in files)
         target = min(full * _KEEP, full - size)
         for _, each, path in files:
@@ -193,6 +193,6 @@ class DirectoryTier:
         return self._count_anew() if total is None else total
 
     def _count_anew(self) -> int:
-        total = tree.num_bytes(self._own)
+        total = key_layout.num_bytes(self._own)
         self._ledger.write(total)
         return total

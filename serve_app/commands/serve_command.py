@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from actors.kv_offload.tree import DirectoryError, own_folder
+from actors.kv_offload.key_layout import DirectoryError, own_folder
 from cluster.embedded import local
 from cluster.embedded.watch import ClusterWatch, end_descendants
 from cluster.replica.settings import DEFAULT_CONTEXT

@@ -22,11 +22,11 @@ from actors.kv_offload.background import BackgroundWriter
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.file_format import decode, encode, file_bytes
 from actors.kv_offload.host import HostTier
+from actors.kv_offload.key_layout import OWN_FOLDER, DirectoryError
 from actors.kv_offload.ledger import Ledger
 from actors.kv_offload.piece import Form, Piece
 from actors.kv_offload.rank_blocks import RankBlocks
 from actors.kv_offload.tiers import Tiers
-from actors.kv_offload.tree import OWN, DirectoryError
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Side
 from tests.transfer_cases import Case, model
@@ -192,7 +192,7 @@ def test_a_directory_is_bounded_and_gives_up_what_was_used_longest_ago(tmp_path:
     tier.pin([NAMES[1]])
     for at, name in enumerate(NAMES[:10]):
         assert tier.store(name, WHOLE, bytes(1000))
-        os.utime(tmp_path / OWN / name[:2] / name / str(WHOLE), (at, at))
+        os.utime(tmp_path / OWN_FOLDER / name[:2] / name / str(WHOLE), (at, at))
     assert tier.load(NAMES[0], WHOLE) is not None
     assert tier.store(NAMES[3], WHOLE, bytes(1000))
     assert all(tier.store(name, WHOLE, bytes(1000)) for name in NAMES[10:12])
@@ -207,7 +207,7 @@ def test_a_restart_finds_everything_and_counts_it_anew(tmp_path: Path) -> None:
     tier.store(NAMES[0], WHOLE, PAYLOAD)
     total = tier.num_bytes
     tier.close()
-    (tmp_path / OWN / ".ledger").write_text("7")
+    (tmp_path / OWN_FOLDER / ".ledger").write_text("7")
     again = DirectoryTier(tmp_path, 1 << 20)
     assert again.num_bytes == total
     assert again.load(NAMES[0], WHOLE) == PAYLOAD
@@ -216,11 +216,11 @@ def test_a_restart_finds_everything_and_counts_it_anew(tmp_path: Path) -> None:
 def test_a_persons_own_files_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     theirs = [
         tmp_path / "en/docs/thesis.txt",
-        tmp_path / OWN / "en/docs/thesis.txt",
-        tmp_path / OWN / NAMES[0][:2] / NAMES[0] / "note",
-        tmp_path / OWN / NAMES[0][:2] / NAMES[0] / "folder" / "note",
-        tmp_path / OWN / NAMES[1][:2] / "docs" / str(WHOLE),
-        tmp_path / OWN / NAMES[2][:2] / NAMES[2] / str(piece_of(3)) / "note",
+        tmp_path / OWN_FOLDER / "en/docs/thesis.txt",
+        tmp_path / OWN_FOLDER / NAMES[0][:2] / NAMES[0] / "note",
+        tmp_path / OWN_FOLDER / NAMES[0][:2] / NAMES[0] / "folder" / "note",
+        tmp_path / OWN_FOLDER / NAMES[1][:2] / "docs" / str(WHOLE),
+        tmp_path / OWN_FOLDER / NAMES[2][:2] / NAMES[2] / str(piece_of(3)) / "note",
     ]
     for path in theirs:
         path.parent.mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_a_persons_own_files_are_neither_counted_nor_removed(tmp_path: Path) -> 
 
 def test_what_lies_in_the_way_of_a_block_is_a_failed_store(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 1 << 20)
-    (tmp_path / OWN / NAMES[0][:2]).write_bytes(b"theirs")
+    (tmp_path / OWN_FOLDER / NAMES[0][:2]).write_bytes(b"theirs")
     assert not tier.store(NAMES[0], WHOLE, PAYLOAD)
     other = next(name for name in NAMES if name[:2] != NAMES[0][:2])
     assert tier.store(other, WHOLE, PAYLOAD)
@@ -245,10 +245,10 @@ def test_a_ledger_without_a_number_is_put_right(tmp_path: Path, text: str) -> No
     tier = DirectoryTier(tmp_path, 1 << 20)
     assert tier.store(NAMES[0], WHOLE, PAYLOAD)
     total = tier.num_bytes
-    (tmp_path / OWN / ".ledger").write_text(text)
+    (tmp_path / OWN_FOLDER / ".ledger").write_text(text)
     assert tier.num_bytes == total
     assert tier.store(NAMES[1], WHOLE, PAYLOAD)
-    assert int((tmp_path / OWN / ".ledger").read_text()[:32]) == 2 * total
+    assert int((tmp_path / OWN_FOLDER / ".ledger").read_text()[:32]) == 2 * total
 
 
 def test_a_ledger_that_is_never_let_go_costs_stores_and_nothing_else(
@@ -258,7 +258,7 @@ def test_a_ledger_that_is_never_let_go_costs_stores_and_nothing_else(
     assert first.store(NAMES[0], WHOLE, PAYLOAD)
     [path] = tmp_path.glob("*/??/*/*")
     monkeypatch.setattr(Ledger.locked.__wrapped__, "__defaults__", (0.1,))
-    with (tmp_path / OWN / ".ledger").open("r+") as ledger:
+    with (tmp_path / OWN_FOLDER / ".ledger").open("r+") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         tier = DirectoryTier(tmp_path, 1 << 20)
         writer = BackgroundWriter(tier, 1 << 20)
@@ -290,7 +290,7 @@ def test_a_disk_smaller_than_the_limit_gives_up_what_was_used_longest_ago(
     monkeypatch.setattr(Path, "write_bytes", full)
     for at, name in enumerate(NAMES[:5]):
         assert tier.store(name, WHOLE, bytes(1000))
-        os.utime(tmp_path / OWN / name[:2] / name / str(WHOLE), (at, at))
+        os.utime(tmp_path / OWN_FOLDER / name[:2] / name / str(WHOLE), (at, at))
     assert tier.store(NAMES[5], WHOLE, bytes(1000))
     assert [bool(tier.pieces(name)) for name in NAMES[:6]] == [False, *[True] * 5]
     assert tier.num_bytes == 5 * size
@@ -370,7 +370,7 @@ def test_a_writer_killed_in_a_write_leaves_nothing_under_the_blocks_name(tmp_pat
 
 def test_what_a_killed_writer_left_behind_is_removed_once_it_is_old(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 3000)
-    folder = tmp_path / OWN / NAMES[0][:2] / NAMES[0]
+    folder = tmp_path / OWN_FOLDER / NAMES[0][:2] / NAMES[0]
     folder.mkdir(parents=True)
     young, old = folder / f".new-{1:032x}", folder / f".new-{2:032x}"
     for left in (young, old):
@@ -383,7 +383,7 @@ def test_what_a_killed_writer_left_behind_is_removed_once_it_is_old(tmp_path: Pa
 
 def test_a_store_waits_for_another_process_that_has_the_ledger(tmp_path: Path) -> None:
     tier = DirectoryTier(tmp_path, 1 << 20)
-    with (tmp_path / OWN / ".ledger").open("r+") as ledger:
+    with (tmp_path / OWN_FOLDER / ".ledger").open("r+") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         storing = threading.Thread(target=tier.store, args=(NAMES[0], WHOLE, PAYLOAD))
         storing.start()
@@ -566,7 +566,7 @@ def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
     writer = _Replica("gqa", "tp=2", tmp_path)
     names = _names(writer.form)
     writer.save(names)
-    (tmp_path / OWN / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
+    (tmp_path / OWN_FOLDER / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
     reader = _Replica("gqa", "pp=3", tmp_path)
     assert reader.load(names) == [1, 1, 1]
     assert [tiers.count(names, reader.blocks[at].pieces(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]
@@ -579,11 +579,11 @@ def test_of_a_sequence_the_last_blocks_count_as_used_longest_ago(tmp_path: Path,
     names = _names(writer.form)
 
     def used() -> list[float]:
-        return [path.stat().st_mtime for name in names for path in (tmp_path / OWN / name[:2] / name).iterdir()]
+        return [path.stat().st_mtime for name in names for path in (tmp_path / OWN_FOLDER / name[:2] / name).iterdir()]
 
     writer.save(names)
     assert used() == sorted(used(), reverse=True)
-    for at, path in enumerate(tmp_path / OWN / name[:2] / name for name in names):
+    for at, path in enumerate(tmp_path / OWN_FOLDER / name[:2] / name for name in names):
         [piece] = path.iterdir()
         os.utime(piece, (at, at))
     reader = _Replica("gqa", "tp=1", tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from actors.kv_offload.piece import BlockName, Piece
 
-OWN = "shardwright-kv-1"
+OWN_FOLDER = "shardwright-kv-1"
 """The folder in a person's directory that is ours."""
 _STALE_S = 600.0
 """A file still being written after this long has lost its writer."""
@@ -27,7 +27,7 @@ class DirectoryError(ValueError):
 
 def own_folder(directory: Path) -> Path:
     """Our folder in `directory`; both are made where they are not there. Raises `DirectoryError`."""
-    own = directory / OWN
+    own = directory / OWN_FOLDER
     try:
         own.mkdir(parents=True, exist_ok=True)
     except OSError as error:
