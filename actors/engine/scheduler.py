@@ -91,7 +91,7 @@ class Scheduler:
 
     def reap(self, now: float) -> list[TokenEvent]:
         """End what needs no step: requests past their deadline, and those with nothing to sample or score. Between two steps,
-        or while none is in flight: so prompts on their way out get their words only while steps end."""
+        or while none is in flight: so prompts on their way out get their heartbeats only while steps end."""
         for made in self.reservations.expired(now):
             self._compute_here(made)
         for sequence in self.offload.expired(now):
@@ -100,7 +100,7 @@ class Scheduler:
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
         if self.config.pool is not None:
-            events += self.outgoing.words(self._roster.tickets(), now)
+            events += self.outgoing.heartbeats(self._roster.tickets(), now)
         return [event for event in events if event is not None]
 
     def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
@@ -119,7 +119,7 @@ class Scheduler:
         made, events = self.reservations.get(event.request_id), list[TokenEvent]()
         if made is None:
             return events
-        self.reservations.heard_of(made, event.finish == "handoff", now)
+        self.reservations.on_heartbeat(made, event.finish == "handoff", now)
         if event.tokens and made.is_live and not made.is_committed:
             made.is_committed = True
             events += self._first_token(made.sequence, event)

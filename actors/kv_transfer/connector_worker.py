@@ -28,7 +28,7 @@ from placement.ownership.handoff import Copy, Side, holdings
 from placement.ownership.handoff_pages import PageTable
 from placement.ownership.handoff_positions import shared
 
-_SIGN_EVERY_S = 1.0
+_HEARTBEAT_INTERVAL_S = 1.0
 
 
 class KVConnectorWorker:
@@ -91,8 +91,8 @@ class KVConnectorWorker:
         self._running = []
 
     def poll(self) -> KVReport | None:
-        """What has happened since the last call, if anything has; while writes are under way, once a second at least: a sign
-        of life. Never waits."""
+        """What has happened since the last call, if anything has; while writes are under way, once a second at least: a
+        heartbeat. Never waits."""
         if self._endpoint.num_expected:
             self._news.arrived.extend(self._endpoint.poll())
         for out in list(self._outbound.values()):
@@ -100,7 +100,7 @@ class KVConnectorWorker:
             if sent is not None:
                 self._done(out, sent)
         found = self._news
-        is_due = bool(self._outbound) and time.monotonic() >= self._told_s + _SIGN_EVERY_S
+        is_due = bool(self._outbound) and time.monotonic() >= self._told_s + _HEARTBEAT_INTERVAL_S
         if not (found.opened or found.arrived or found.sent or is_due):
             return None
         self._told_s = time.monotonic()

@@ -65,7 +65,7 @@ class PrefillReplicas:
         return None if last is None else TokenEvent.unpack(last)
 
     async def _tell(self, to: ReplyTo, event: TokenEvent) -> None:
-        """Tell a decode replica. One that cannot be reached finds out by itself, from nobody's having said a word."""
+        """Tell a decode replica. One that cannot be reached finds out by itself, from the missing heartbeats."""
         with suppress(IngressGone, TimeoutError):
             async with asyncio.timeout(_REACH_S):
                 while not self._sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for

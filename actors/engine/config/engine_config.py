@@ -29,10 +29,10 @@ class Pool(BaseModel):
     """Tokens of output for which blocks are reserved together with the prompt's."""
     lease_s: Seconds = 60.0
     """From a reservation to the last moment at which a write into it may begin; then the decode side computes the prompt."""
-    word_s: Seconds = 5.0
-    """From a ticket to the first word of a prefill replica that has it; then there is none."""
-    quiet_s: Seconds = 20.0
-    """From each word to the next; then the decode side computes the prompt. A prefill side says one a second, but none while
+    first_heartbeat_timeout_s: Seconds = 5.0
+    """From a ticket to the first heartbeat of a prefill replica that has it; then there is none."""
+    heartbeat_timeout_s: Seconds = 20.0
+    """From each heartbeat to the next; then the decode side computes the prompt. A prefill side sends one a second, but none while
     a step runs, which may take long where a CPU is busy."""
     grace_s: Seconds = 5.0
     """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""

@@ -5,7 +5,7 @@
                   └──cancelled, late, a rank failed──→ STOPPING ──all ranks done──→ DONE   last event: ``abort``, ``deadline``
 
 The last event of a ticket goes out when no rank writes any more: to the decode side it means that the blocks are its own again.
-Until its sequence has left, a ticket gets a word about once a second, as long as every rank that may write has been heard of:
+Until its sequence has left, a ticket gets a heartbeat about once a second, as long as every rank that may write has been heard of:
 a rank that sends says so by itself, and a result is a sign of all of them.
 """
 
@@ -22,8 +22,8 @@ from actors.engine.sequences.sequence import Sequence
 from actors.wire.kv import KVReport, KVSend, KVSent, KVTicket
 from actors.wire.requests import TokenEvent
 
-_WORD_EVERY_S = 1.0
-_ALIVE_S = 4.0
+_HEARTBEAT_INTERVAL_S = 1.0
+_RANK_TIMEOUT_S = 4.0
 """How long a rank that has something to send may be silent: it tells once a second, between steps."""
 
 
@@ -81,10 +81,10 @@ class Outgoings:
         """Both: for the next plan."""
         self._config, self._lanes = config, lanes
         self._open: dict[str, Outgoing] = {}
-        self._word_due_s = -math.inf
-        self._all_heard_s = -math.inf
+        self._heartbeat_due_s = -math.inf
+        self._last_result_s = -math.inf
         """When the last result came."""
-        self._heard_s: dict[int, float] = {}
+        self._last_report_s: dict[int, float] = {}
         """When each rank told something."""
 
     def __len__(self) -> int:
@@ -92,21 +92,21 @@ class Outgoings:
 
     def ran(self, now: float) -> None:
         """The result of a step is here: all ranks live."""
-        self._all_heard_s = now
+        self._last_result_s = now
 
-    def words(self, tickets: Iterable[str], now: float) -> list[TokenEvent]:
+    def heartbeats(self, tickets: Iterable[str], now: float) -> list[TokenEvent]:
         """That those of `tickets`, which wait or are computed, and those being sent go on. None within a second of the last
         ones, or while a rank is silent: it may be frozen."""
-        if now < self._word_due_s or any(
+        if now < self._heartbeat_due_s or any(
             self._is_silent(rank, now) for each in self._open.values() for rank in each.waiting_for
         ):
             return []
-        self._word_due_s = now + _WORD_EVERY_S
+        self._heartbeat_due_s = now + _HEARTBEAT_INTERVAL_S
         sending = [name for name, each in self._open.items() if each.stage is Stage.SENDING]
         return [TokenEvent(request_id=name) for name in (*tickets, *sending)]
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        return now - max(self._all_heard_s, self._heard_s.get(rank, -math.inf)) > _ALIVE_S
+        return now - max(self._last_result_s, self._last_report_s.get(rank, -math.inf)) > _RANK_TIMEOUT_S
 
     def begin(self, sequence: Sequence, ticket: KVTicket, now: float) -> None:
         """Have the ranks send what they compute of a sequence that starts now."""
@@ -146,7 +146,7 @@ class Outgoings:
 
     def hear(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
         """What a rank tells: the last events of hand-offs that are done, and whose prompts are not computed and need not be."""
-        self._heard_s[report.world_rank] = now
+        self._last_report_s[report.world_rank] = now
         events, failed = list[TokenEvent | None](), list[Sequence]()
         for sent in report.sent:
             found = self._open.get(sent.ticket_id)

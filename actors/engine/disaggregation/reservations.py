@@ -49,8 +49,8 @@ class Reservation:
     stage: Stage = Stage.ASKED
     readers: dict[int, KVReader] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
-    word_ends_s: float = math.inf
-    """When somebody must have said that it has the ticket, again; infinite once it has said that all is sent."""
+    heartbeat_deadline_s: float = math.inf
+    """When the next heartbeat is due at the latest; infinite once it has said that all is sent."""
     is_committed: bool = False
     """The first token is here."""
 
@@ -65,8 +65,10 @@ class Reservation:
 
     @property
     def ends_s(self) -> float:
-        """When it is late. All that is here waits for nobody's word."""
-        return self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.word_ends_s)
+        """When it is late. All that is here needs no heartbeat."""
+        return (
+            self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.heartbeat_deadline_s)
+        )
 
     def move(self, stage: Stage) -> None:
         """On to a later stage."""
@@ -150,7 +152,7 @@ class Reservations:
                 made.readers[report.world_rank] = reader
                 if made.readers.keys() == made.ranks:
                     made.move(Stage.OPEN)
-                    made.word_ends_s = now + self._pool.word_s
+                    made.heartbeat_deadline_s = now + self._pool.first_heartbeat_timeout_s
                     events.append(TokenEvent(request_id=made.sequence.request.request_id, ticket=self._ticket(made, now)))
         for ticket_id in report.arrived:
             made = self._open.get(ticket_id)
@@ -170,9 +172,9 @@ class Reservations:
             self.counts.completed += 1
         return [made.sequence for made in found]
 
-    def heard_of(self, made: Reservation, is_sent: bool, now: float) -> None:
+    def on_heartbeat(self, made: Reservation, is_sent: bool, now: float) -> None:
         """Whoever has its ticket lives, or has nothing more to say of it."""
-        made.word_ends_s = math.inf if is_sent else now + self._pool.quiet_s
+        made.heartbeat_deadline_s = math.inf if is_sent else now + self._pool.heartbeat_timeout_s
 
     def of(self, sequence: Sequence) -> Reservation:
         """That of a reserved sequence."""
@@ -192,7 +194,7 @@ class Reservations:
             self._free(made)
 
     def expired(self, now: float) -> list[Reservation]:
-        """Those still live whose lease is over before all was here, or of which nobody has said a word for too long; drained
+        """Those still live whose lease is over before all was here, or whose heartbeat is overdue; drained
         ones past their grace are done."""
         late = [made for made in self if now >= made.ends_s]
         for made in late:

@@ -142,10 +142,10 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
         assert decode.stats().hand_offs.received == before + 1
 
 
-def test_a_prefill_replica_that_freezes_after_its_first_word_costs_its_silence(expected: dict[int, list[int]]) -> None:
-    """Its words, and nothing else, are lost; with leases as long as in service."""
+def test_a_prefill_replica_that_freezes_after_its_first_heartbeat_costs_its_silence(expected: dict[int, list[int]]) -> None:
+    """Its later heartbeats, and nothing else, are lost; with leases as long as in service."""
     heard = set[str]()
-    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, quiet_s=0.5) as both:
+    with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, heartbeat_timeout_s=0.5) as both:
         both.told = lambda event: None if event.request_id in heard else (heard.add(event.request_id), event)[1]
         began = time.monotonic()
         waiting = {number: both.submit(request(number, "none")) for number in range(8)}
@@ -157,12 +157,12 @@ def test_a_prefill_replica_that_freezes_after_its_first_word_costs_its_silence(e
         both.wait_until_idle(20)
 
 
-def test_ranks_that_send_for_long_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_send_for_long_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that does not end is no silence: what ends it is the lease. All in a fifth of the usual time."""
-    monkeypatch.setattr(connector_worker, "_SIGN_EVERY_S", 0.2)
-    monkeypatch.setattr(outgoing, "_WORD_EVERY_S", 0.2)
-    monkeypatch.setattr(outgoing, "_ALIVE_S", 0.8)
-    settings = {"lease_s": 3.5, "grace_s": 0.6, "quiet_s": 1.5}
+    monkeypatch.setattr(connector_worker, "_HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(outgoing, "_HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(outgoing, "_RANK_TIMEOUT_S", 0.8)
+    settings = {"lease_s": 3.5, "grace_s": 0.6, "heartbeat_timeout_s": 1.5}
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, FaultyTransport, **settings) as both:
         began = time.monotonic()
         assert both.run(request(4, "a write never ends")).finish == "length"

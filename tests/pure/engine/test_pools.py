@@ -41,7 +41,7 @@ class Side:
         self.config = settings or config()
         self.scheduler = Scheduler(self.config)
         self.events: list[TokenEvent] = []
-        self.words: list[str] = []
+        self.heartbeats: list[str] = []
         """Tickets of which it said that it has them, since somebody cleared this."""
         self.now = 0.0
         self._order = itertools.count()
@@ -52,7 +52,7 @@ class Side:
 
     def plan(self) -> StepPlan | None:
         said = self.scheduler.reap(self.now)
-        self.words += [event.request_id for event in said if event.is_empty]
+        self.heartbeats += [event.request_id for event in said if event.is_empty]
         self.events += [event for event in said if not event.is_empty]
         plan = self.scheduler.schedule(self.now)
         return None if plan is None else StepPlan.unpack(plan.pack())
@@ -178,7 +178,7 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     assert len(side.events) == 1
 
 
-def test_a_ticket_nobody_says_a_word_of_is_computed_here() -> None:
+def test_a_ticket_without_a_heartbeat_is_computed_here() -> None:
     side = Side(config())
     side.opened()
     side.now = 4.9
@@ -192,14 +192,14 @@ def test_a_ticket_nobody_says_a_word_of_is_computed_here() -> None:
     assert other.plan() is None
 
 
-@pytest.mark.parametrize("last", ["word", "token", "handoff", "all"])
-def test_silence_after_a_word_costs_less_than_the_lease(last: str) -> None:
+@pytest.mark.parametrize("last", ["heartbeat", "token", "handoff", "all"])
+def test_silence_after_a_heartbeat_costs_less_than_the_lease(last: str) -> None:
     side = Side(patient())
     side.opened()
     for side.now in (4.0, 23.0, 42.0):
         assert side.plan() is None, "it is slow, and lives"
         side.take(
-            **({} if last == "word" or side.now < 42 else {"finish": "handoff"} if last == "handoff" else {"tokens": [5]})
+            **({} if last == "heartbeat" or side.now < 42 else {"finish": "handoff"} if last == "handoff" else {"tokens": [5]})
         )
     side.now = 61.9
     assert side.plan() is None
@@ -207,9 +207,9 @@ def test_silence_after_a_word_costs_less_than_the_lease(last: str) -> None:
     for rank in range(2 if last == "all" else 0):
         side.tell(rank, arrived=["a~0"])
     plan = side.plan()
-    assert bool(plan and plan.started) == (last != "handoff"), "of what is all sent nobody says a word"
-    assert side.scheduler.hand_offs.stats().fallen_back == (last in ("word", "token"))
-    assert side.scheduler.hand_offs.stats().draining == (last in ("word", "token")), "somebody may still write"
+    assert bool(plan and plan.started) == (last != "handoff"), "a ticket that is all sent needs no heartbeat"
+    assert side.scheduler.hand_offs.stats().fallen_back == (last in ("heartbeat", "token"))
+    assert side.scheduler.hand_offs.stats().draining == (last in ("heartbeat", "token")), "somebody may still write"
 
 
 def patient() -> EngineConfig:
@@ -217,28 +217,28 @@ def patient() -> EngineConfig:
     return config(pool=Pool(layout=Layout.parse("tp=2"), least_tokens=4, expected_tokens=6, lease_s=600.0))
 
 
-def test_a_prompt_gets_a_word_a_second_while_it_waits_is_computed_and_is_sent() -> None:
+def test_a_prompt_gets_a_heartbeat_a_second_while_it_waits_is_computed_and_is_sent() -> None:
     side = Side(config(max_sequences=1, pool=patient().pool))
     side.add(request(request_id="a", ticket=ticket(lease_s=600.0)))
     side.add(request(request_id="b", ticket=ticket(ticket_id="b", lease_s=600.0)))
-    for side.now, words in ((1.0, ["a", "b"]), (1.5, []), (2.1, ["b", "a"])):
+    for side.now, heartbeats in ((1.0, ["a", "b"]), (1.5, []), (2.1, ["b", "a"])):
         side.step()
-        assert side.words == words, side.now
-        side.words.clear()
+        assert side.heartbeats == heartbeats, side.now
+        side.heartbeats.clear()
     for side.now in (5.0, 6.0):
-        assert (side.plan(), side.words) == (None, ["a", "b"])
-        side.words.clear()
+        assert (side.plan(), side.heartbeats) == (None, ["a", "b"])
+        side.heartbeats.clear()
     side.now = 7.0
-    assert (side.plan(), side.words) == (None, []), "no rank has told anything for 4.9 s"
+    assert (side.plan(), side.heartbeats) == (None, []), "no rank has told anything for 4.9 s"
     side.tell(0)
-    assert (side.plan(), side.words) == (None, []), "one is frozen"
+    assert (side.plan(), side.heartbeats) == (None, []), "one is frozen"
     side.tell(1)
-    assert (side.plan(), side.words) == (None, ["a", "b"])
+    assert (side.plan(), side.heartbeats) == (None, ["a", "b"])
     for rank in range(2):
         side.tell(rank, sent=[KVSent(ticket_id="a"), KVSent(ticket_id="b")])
-    side.words.clear()
+    side.heartbeats.clear()
     side.now = 9.0
-    assert (side.plan(), side.words, side.held) == (None, [], 0)
+    assert (side.plan(), side.heartbeats, side.held) == (None, [], 0)
 
 
 @pytest.mark.parametrize("token_came", [False, True])
