@@ -95,8 +95,8 @@ def hand_over(prefill: Connection, decode: Connection, length: int, name: str) -
             decode.send(("take", event.pack()))
         elif event.ticket is not None:
             ticket = event.ticket
-            told = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
-            prefill.send(("submit", told.pack()))
+            with_ticket = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
+            prefill.send(("submit", with_ticket.pack()))
             decode.send(("take", TokenEvent(request_id=ticket.ticket_id).pack()))
         else:
             tokens += event.tokens
@@ -154,7 +154,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
             if what == "submit":
                 engine.submit(GenerateRequest.unpack(data), lambda event: pipe.send(event.pack()))
             elif what == "take":
-                engine.take(TokenEvent.unpack(data))
+                engine.on_ticket_event(TokenEvent.unpack(data))
             else:
                 while engine.stats().hand_offs.sending:  # type: ignore[union-attr]
                     time.sleep(0.001)

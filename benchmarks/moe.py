@@ -191,7 +191,7 @@ def balance(pipes: Sequence[Connection], ranks: int) -> tuple[Table, float]:
         seconds.append(max(spent for spent, _ in answers))
         reports = [report for _, report in answers if report is not None]
         for report in reports:
-            balancer.take(report)
+            balancer.on_report(report)
         if reports and step + 1 in (10, 160):
             load = [
                 [sum(one.layers[at].tokens[expert] for one in reports) for expert in range(32)] for at in range(SKEW_LAYERS)

@@ -104,12 +104,16 @@ class Injector:
         self._decode, self._prefill = both.decode.engine, both.prefill.engine
         self._tokens, self._tickets = Counter[str](), dict[str, str]()
         self._made, self._out = dict[str, Reservation](), dict[str, Outgoing]()
-        both.asked, both.told, both.heard = self.asked, self.told, self.heard
+        both.on_prefill_request, both.on_prefill_event, both.on_decode_event = (
+            self.on_prefill_request,
+            self.on_prefill_event,
+            self.on_decode_event,
+        )
         self._watch_decode(_scheduler(both.decode))
         self._watch_prefill(_scheduler(both.prefill))
         self._submit, self._prefill.submit = self._prefill.submit, self.submit
 
-    def heard(self, event: TokenEvent) -> None:
+    def on_decode_event(self, event: TokenEvent) -> None:
         name, fault, cancel = event.request_id, fault_of(event.request_id), self._decode.cancel
         self._tokens[name] += len(event.tokens)
         if event.ticket is not None:
@@ -122,23 +126,23 @@ class Injector:
         if event.tokens and self._tokens[name] == places.get(fault):
             cancel(name)
         if fault == "an error comes late" and self._tokens[name] == 2 and name in self._tickets:
-            self._decode.take(_error(self._tickets[name]))
+            self._decode.on_ticket_event(_error(self._tickets[name]))
 
-    def asked(self, request: GenerateRequest) -> None:
+    def on_prefill_request(self, request: GenerateRequest) -> None:
         fault = fault_of(request.request_id)
         if fault == "refused":
             raise EngineBusy("requests", 5, 5)
         if fault == "lost before it was asked":
             raise Lost("it died")
 
-    def told(self, event: TokenEvent) -> TokenEvent | None:
+    def on_prefill_event(self, event: TokenEvent) -> TokenEvent | None:
         name, fault = event.request_id, fault_of(event.request_id)
         if fault == "lost after it was asked" or (fault == "lost after the first token" and event.finish):
             return None
         if fault == "cancelled at the ticket, then an error":
             return _error(name) if event.tokens else None
         if fault == "an event comes twice":
-            self._decode.take(event)
+            self._decode.on_ticket_event(event)
             if event.finish:
                 self._note("outgoing", self._out.get(name), "prefill")
         if event.tokens and fault in ("prefill cancelled at the first token", "prefill cancelled twice while a write hangs"):
@@ -161,7 +165,7 @@ class Injector:
 
     def _watch_decode(self, scheduler: Scheduler) -> None:
         book = scheduler.reservations
-        reserve, expired, cancel, take = book.reserve, book.expired, scheduler.cancel, scheduler.take
+        reserve, expired, cancel, on_ticket_event = book.reserve, book.expired, scheduler.cancel, scheduler.on_ticket_event
         seen = Counter[str]()
 
         def reserved(sequence: Sequence, now: float) -> None:
@@ -171,7 +175,7 @@ class Injector:
             if fault_of(name) == "cancelled before the ticket is out":
                 self._decode.cancel(name)
             if fault_of(name) == "an error comes before the ticket is out":
-                self._decode.take(_error(made.ticket_id))
+                self._decode.on_ticket_event(_error(made.ticket_id))
 
         def late(now: float) -> list[Reservation]:
             found = expired(now)
@@ -187,14 +191,14 @@ class Injector:
             seen[repr(event)] += not event.is_empty
             if event.finish not in (None, "handoff") or seen[repr(event)] > 1:
                 self._note("reservation", self._made.get(event.request_id), "prefill")
-            return take(event, now)
+            return on_ticket_event(event, now)
 
         _replace(book, reserve=reserved, expired=late)
-        _replace(scheduler, cancel=cancelled, take=taken)
+        _replace(scheduler, cancel=cancelled, on_ticket_event=taken)
 
     def _watch_prefill(self, scheduler: Scheduler) -> None:
         book = scheduler.outgoing
-        begin, hear, cancel = book.begin, book.hear, scheduler.cancel
+        begin, on_report, cancel = book.begin, book.on_report, scheduler.cancel
 
         def begun(sequence: Sequence, ticket: KVTicket, now: float) -> None:
             begin(sequence, ticket, now)
@@ -202,17 +206,17 @@ class Injector:
             if fault_of(ticket.ticket_id) == "prefill cancelled while it computes":
                 self._prefill.cancel(ticket.ticket_id)
 
-        def heard(report: KVReport, now: float) -> Any:
+        def reported(report: KVReport, now: float) -> Any:
             for sent in report.sent:
                 if sent.error is not None:
                     self._note("outgoing", self._out.get(sent.ticket_id), "prefill")
-            return hear(report, now)
+            return on_report(report, now)
 
         def cancelled(name: str) -> TokenEvent | None:
             self._note("outgoing", self._out.get(name), "decode")
             return cancel(name)
 
-        _replace(book, begin=begun, hear=heard)
+        _replace(book, begin=begun, on_report=reported)
         _replace(scheduler, cancel=cancelled)
 
     def _note(self, book: str, found: Reservation | Outgoing | None, side: str) -> None:
@@ -234,6 +238,6 @@ def _error(ticket_id: str) -> TokenEvent:
 
 
 def _other(greeting: bytes) -> bytes:
-    said = msgpack.unpackb(greeting)
-    said["compatibility"]["model_digest"] = "b" * 64
-    return msgpack.packb(said)
+    unpacked = msgpack.unpackb(greeting)
+    unpacked["compatibility"]["model_digest"] = "b" * 64
+    return msgpack.packb(unpacked)

@@ -32,17 +32,17 @@ _WAIT_S = 60.0
 
 @dataclass
 class Pools:
-    """Two replicas. `asked`, `told` and `heard` may change what passes between them, or act on it: a fault to be injected."""
+    """Two replicas. `on_prefill_request`, `on_prefill_event` and `on_decode_event` may change what passes between them, or act on it: a fault to be injected."""
 
     prefill: InProcess
     decode: InProcess
     board: Switchboard
     tickets: list[KVTicket] = field(default_factory=list)
-    asked: Callable[[GenerateRequest], None] = lambda request: None
+    on_prefill_request: Callable[[GenerateRequest], None] = lambda request: None
     """Called before the prefill side is asked; may raise `Lost`."""
-    told: Callable[[TokenEvent], TokenEvent | None] = lambda event: event
+    on_prefill_event: Callable[[TokenEvent], TokenEvent | None] = lambda event: event
     """What becomes of an event on its way to the decode side; None: it is lost."""
-    heard: Callable[[TokenEvent], None] = lambda event: None
+    on_decode_event: Callable[[TokenEvent], None] = lambda event: None
     """Called with each event that the decode side tells."""
 
     def submit(self, request: GenerateRequest) -> queue.Queue[TokenEvent]:
@@ -50,7 +50,7 @@ class Pools:
         events: queue.Queue[TokenEvent] = queue.Queue()
 
         def deliver(event: TokenEvent) -> None:
-            self.heard(event)
+            self.on_decode_event(event)
             if event.ticket is not None:
                 self.tickets.append(event.ticket)
                 self._ask(request, event.ticket)
@@ -67,18 +67,20 @@ class Pools:
         """What an ingress does with a ticket."""
         with_ticket = request.model_copy(update={"request_id": ticket.ticket_id, "ticket": ticket, "reserves": False})
         try:
-            self.asked(with_ticket)
-            self._tell(TokenEvent(request_id=ticket.ticket_id))
-            self.prefill.engine.submit(with_ticket, self._tell)
+            self.on_prefill_request(with_ticket)
+            self._deliver_to_decode(TokenEvent(request_id=ticket.ticket_id))
+            self.prefill.engine.submit(with_ticket, self._deliver_to_decode)
         except Lost as lost:
-            self._tell(TokenEvent(request_id=ticket.ticket_id, finish="error", error=str(lost)))
+            self._deliver_to_decode(TokenEvent(request_id=ticket.ticket_id, finish="error", error=str(lost)))
         except RequestRefused as refused:
-            self._tell(TokenEvent(request_id=ticket.ticket_id, finish="error", refused=refused.code, error=str(refused)))
+            self._deliver_to_decode(
+                TokenEvent(request_id=ticket.ticket_id, finish="error", refused=refused.code, error=str(refused))
+            )
 
-    def _tell(self, event: TokenEvent) -> None:
-        passed = self.told(event)
+    def _deliver_to_decode(self, event: TokenEvent) -> None:
+        passed = self.on_prefill_event(event)
         if passed is not None:
-            self.decode.engine.take(passed)
+            self.decode.engine.on_ticket_event(passed)
 
     def wait_until_idle(self, timeout_s: float = _WAIT_S) -> None:
         """Until no block of either side is held."""

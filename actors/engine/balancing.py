@@ -52,7 +52,7 @@ class ExpertBalancer:
         self._watch = Watch()
         self._is_due = False
         self._window = _Window(config)
-        self._told: dict[int, list[ExpertReport]] = {}
+        self._reports: dict[int, list[ExpertReport]] = {}
         """Reports of steps of which not all ranks have told."""
         self._settled = -1
         """The step of the newest map."""
@@ -69,7 +69,7 @@ class ExpertBalancer:
         self._steps += 1
         self._watch = self._policy.after_step(self._watch, self._evenness)
         self._is_due = self._is_due or self._watch.due is not None  # until all have told, and the last moves are made
-        self._look()
+        self._advance_decision()
         moves = [self._moves.popleft()] if self._moves else []
         for move in moves:
             self._moved(move)
@@ -79,17 +79,17 @@ class ExpertBalancer:
         asks = ends or self._steps % self._config.ask_every == 0
         return plan.model_copy(update={"moves": moves, "asks_experts": asks})
 
-    def take(self, report: ExpertReport) -> None:
+    def on_report(self, report: ExpertReport) -> None:
         """What one rank tells. A load is known when all have."""
         if report.move_s and report.moved_bytes:
             self._bytes_per_s = report.moved_bytes / report.move_s
-        told = self._told.setdefault(report.step, [])
-        told.append(report)
-        if len(told) == self._config.ranks:  # those that are ahead wait here for the others
-            del self._told[report.step]
-            self._all_told(report.step, told)
+        reports = self._reports.setdefault(report.step, [])
+        reports.append(report)
+        if len(reports) == self._config.ranks:  # those that are ahead wait here for the others
+            del self._reports[report.step]
+            self._apply_reports(report.step, reports)
 
-    def _all_told(self, step: int, reports: Sequence[ExpertReport]) -> None:
+    def _apply_reports(self, step: int, reports: Sequence[ExpertReport]) -> None:
         if step <= self._settled:
             return
         for report in reports:
@@ -107,7 +107,7 @@ class ExpertBalancer:
         """Stop thinking."""
         self._thinking.shutdown(wait=False, cancel_futures=True)
 
-    def _look(self) -> None:
+    def _advance_decision(self) -> None:
         if self._decision is not None:
             if self._decision.done():
                 self._decided(self._decision.result())

@@ -58,12 +58,12 @@ class Engine:
         """End a request; its last event is ``abort``. Harmless for one that has ended or never was."""
         self._loop.cancel(request_id)
 
-    def take(self, event: TokenEvent) -> None:
+    def on_ticket_event(self, event: TokenEvent) -> None:
         """What the prefill side says of a ticket that this engine gave, by the ticket's id; or that nobody was asked.
 
         Harmless for a ticket that is done, or never was.
         """
-        self._loop.take(event)
+        self._loop.on_ticket_event(event)
 
     def stats(self) -> EngineStats:
         """What the engine is doing; counters start anew with new ranks."""

@@ -1,8 +1,8 @@
 """The engine's thread, for one set of ranks: intake → schedule → send → receive → update → deliver.
 
-    submit, cancel, take (any thread) ──→ inbox ──┐
+    submit, cancel, on_ticket_event ────→ inbox ──┐
                                                   ↓ between steps
-                            ┌──→ intake → hear → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
+                            ┌──→ intake → poll → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
                             └──────── deliver ← update ←─────────── link ←───┘        one result
 
 A loop ends once and for all: by `stop` (closed, or the ranks are gone) or by its own failure. New ranks get a new loop, since
@@ -62,7 +62,7 @@ class StepLoop:
         self._inbox: list[Sequence] = []
         self._inbox_tokens = 0
         self._cancelled: list[str] = []
-        self._said: list[TokenEvent] = []
+        self._ticket_events: list[TokenEvent] = []
         """What the prefill side says of this engine's tickets."""
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans whose results are not back, oldest first, and when each was sent."""
@@ -115,11 +115,11 @@ class StepLoop:
                 self._cancelled.append(request_id)
                 self._changed.notify()
 
-    def take(self, event: TokenEvent) -> None:
-        """See `Engine.take`."""
+    def on_ticket_event(self, event: TokenEvent) -> None:
+        """See `Engine.on_ticket_event`."""
         with self._changed:
             if self.ended is None:
-                self._said.append(event)
+                self._ticket_events.append(event)
                 self._changed.notify()
 
     def stop(self, reason: str) -> None:
@@ -187,7 +187,7 @@ class StepLoop:
     def _run(self) -> None:
         try:
             while self._intake():
-                self._hear()
+                self._poll_kv_reports()
                 self._deliver(self._scheduler.reap(self._clock()))
                 self._send_plans()
                 self._look_for_starvation()
@@ -222,19 +222,19 @@ class StepLoop:
             self._inbox.clear()
             self._inbox_tokens = 0
             cancelled, self._cancelled = self._cancelled, []
-            said, self._said = self._said, []
-        self._deliver([event for each in said for event in self._scheduler.take(each, self._clock())])
+            ticket_events, self._ticket_events = self._ticket_events, []
+        self._deliver([event for each in ticket_events for event in self._scheduler.on_ticket_event(each, self._clock())])
         self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
         return True
 
     def _has_work(self) -> bool:
-        came = self._inbox or self._cancelled or self._said
+        came = self._inbox or self._cancelled or self._ticket_events
         return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.hand_offs)
 
-    def _hear(self) -> None:
+    def _poll_kv_reports(self) -> None:
         """Take what ranks tell of hand-offs."""
         while self._link.kv_reports:
-            self._deliver(self._scheduler.hear(self._link.kv_reports.popleft(), self._clock()))
+            self._deliver(self._scheduler.on_kv_report(self._link.kv_reports.popleft(), self._clock()))
 
     def _send_plans(self) -> None:
         while len(self._in_flight) < self.config.depth:
@@ -257,7 +257,7 @@ class StepLoop:
             return
         _, sent_at = self._in_flight.popleft()
         while self._link.reports and self._balancer is not None:
-            self._balancer.take(self._link.reports.popleft())
+            self._balancer.on_report(self._link.reports.popleft())
         events = self._scheduler.update(result, self._clock())
         with self._changed:
             self._last_step_at = self._clock()

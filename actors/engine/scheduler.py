@@ -103,15 +103,15 @@ class Scheduler:
             events += self.outgoing.heartbeats(self._roster.tickets(), now)
         return [event for event in events if event is not None]
 
-    def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
+    def on_kv_report(self, report: KVReport, now: float) -> list[TokenEvent]:
         """Apply what a rank tells of hand-offs and fetches."""
-        self.offload.hear(report)
-        last, failed = self.outgoing.hear(report, now)
+        self.offload.on_report(report)
+        last, failed = self.outgoing.on_report(report, now)
         for sequence in failed:
             self._drop(sequence)
-        return self.reservations.hear(report, now) + last
+        return self.reservations.on_report(report, now) + last
 
-    def take(self, event: TokenEvent, now: float) -> list[TokenEvent]:
+    def on_ticket_event(self, event: TokenEvent, now: float) -> list[TokenEvent]:
         """Apply what the prefill side says of a ticket (or whoever was to ask it): that it has it, its first token, its end.
 
         Where it failed, this engine computes the prompt itself. What is said of a ticket that is done changes nothing.
@@ -133,7 +133,7 @@ class Scheduler:
         if sequence.prompt_logprobs and event.prompt_logprobs is not None:
             sequence.prompt_logprobs = event.prompt_logprobs
         sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
-        return self._say(sequence, event.tokens[0], event.logprobs)
+        return self._add_token(sequence, event.tokens[0], event.logprobs)
 
     def _compute_here(self, made: Reservation) -> None:
         """Nobody will fill these blocks: their sequence starts from its tokens, like one that was preempted."""
@@ -152,7 +152,7 @@ class Scheduler:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
         drafts = [self._draft(lane, now) for lane in self.lanes]
         self._admit(drafts, now)
-        is_due = self.hand_offs.has_news or any(draft.rows or draft.started for draft in drafts)
+        is_due = self.hand_offs.has_updates or any(draft.rows or draft.started for draft in drafts)
         return self._commit(drafts) if is_due else None
 
     def _draft(self, lane: Lane, now: float) -> Draft:
@@ -223,8 +223,8 @@ class Scheduler:
     def _commit(self, drafts: Several[Draft]) -> StepPlan:
         plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
-        if self.hand_offs or self.hand_offs.has_news:
-            plan = plan.model_copy(update=self.hand_offs.tell())
+        if self.hand_offs or self.hand_offs.has_updates:
+            plan = plan.model_copy(update=self.hand_offs.drain_updates())
         sequences = [sequence for draft in drafts for sequence in draft.sequences]
         self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
@@ -261,19 +261,19 @@ class Scheduler:
         if sampled is not None and sampled.error is not None:
             return _some(self._end(sequence, "error", sampled.error))
         if sampled is not None:
-            return self._speak(sequence, sampled)
+            return self._add_sampled(sequence, sampled)
         if sequence.request.max_tokens == 0 and sequence.num_computed == sequence.prompt_length:
             return _some(self._end_unscored(sequence) if sequence.scores_prompt else self._end(sequence, "length"))
         return []
 
-    def _speak(self, sequence: Sequence, sampled: Sampled) -> list[TokenEvent]:
+    def _add_sampled(self, sequence: Sequence, sampled: Sampled) -> list[TokenEvent]:
         if sequence.scores_prompt:
             return _some(self._end_unscored(sequence))
         sequence.num_awaited -= 1
         self.counts.tokens_sampled += 1
-        return self._say(sequence, sampled.token, [] if sampled.logprob is None else [sampled.logprob])
+        return self._add_token(sequence, sampled.token, [] if sampled.logprob is None else [sampled.logprob])
 
-    def _say(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
+    def _add_token(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
         """The next token, which may be the last, or the last that is sampled here."""
         sequence.tokens.append(token)
         event = answers.word(sequence, token, logprobs)

@@ -49,7 +49,7 @@ class DirectoryTier:
         self._pins_lock = Lock()
         self._condemned: set[Path] = set()
         """Damaged files that are still there, because another process had the ledger."""
-        self._told: set[int | None] = set()
+        self._warned: set[int | None] = set()
         try:
             self._ledger = Ledger(self._own / ".ledger")
         except OSError as error:
@@ -58,7 +58,7 @@ class DirectoryTier:
             with self._ledger.locked():
                 self._count_anew()
         except OSError as error:  # another process is at it; whoever makes room counts
-            self._tell(error)
+            self._warn_once(error)
 
     def pieces(self, block: BlockName) -> list[Piece]:
         try:
@@ -95,13 +95,13 @@ class DirectoryTier:
             return self._written(path, content, place)
         except OSError as error:
             if error.errno not in _FULL:
-                return self._tell(error)
+                return self._warn_once(error)
         try:  # the disk is smaller than the limit, or others fill it
             with self._ledger.locked():
                 self._make_room(len(content), self._count_anew())
             return self._written(path, content, place)
         except OSError as error:
-            return self._tell(error)
+            return self._warn_once(error)
 
     def pin(self, blocks: Iterable[BlockName]) -> None:
         with self._pins_lock:
@@ -122,10 +122,10 @@ class DirectoryTier:
         total = self._ledger.total
         return key_layout.num_bytes(self._own) if total is None else total
 
-    def _tell(self, error: OSError) -> bool:
+    def _warn_once(self, error: OSError) -> bool:
         """Log a kind of failure once, as every block may meet it. Always False."""
-        if error.errno not in self._told:
-            self._told.add(error.errno)
+        if error.errno not in self._warned:
+            self._warned.add(error.errno)
             logger.warning("%s: %s; blocks are not kept there while that lasts, and this is said once", self.directory, error)
         return False
 

@@ -49,7 +49,7 @@ class KVOffloadWorker:
         self._done: dict[str, int] = {}
         self._lock = Lock()
         self._num_open = 0
-        self._told_hits: Counter[str] = Counter()
+        self._reported_hits: Counter[str] = Counter()
         self._thread = Thread(target=self._work, name=f"kv-tiers-{self._rank}", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class KVOffloadWorker:
         if not done:
             return None
         hits = Counter({**self.tiers.hits, "unwritten": self.tiers.num_unwritten})
-        fresh, self._told_hits = dict(hits - self._told_hits), hits
+        fresh, self._reported_hits = dict(hits - self._reported_hits), hits
         return KVReport(world_rank=self._rank, fetched=done, tier_hits=fresh)
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ class KVConnectorWorker:
         self._peers: dict[bytes, Peer] = {}
         """Ranks this one can write to, by their greetings."""
         self._greeting = endpoint.greeting()
-        self._news = KVReport(world_rank=self._rank)
-        self._told_s = 0.0
+        self._report = KVReport(world_rank=self._rank)
+        self._reported_s = 0.0
 
     @classmethod
     def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> KVConnectorWorker:
@@ -94,17 +94,17 @@ class KVConnectorWorker:
         """What has happened since the last call, if anything has; while writes are under way, once a second at least: a
         heartbeat. Never waits."""
         if self._endpoint.num_expected:
-            self._news.arrived.extend(self._endpoint.poll())
+            self._report.arrived.extend(self._endpoint.poll())
         for out in list(self._outbound.values()):
             sent = out.look()
             if sent is not None:
                 self._done(out, sent)
-        found = self._news
-        is_due = bool(self._outbound) and time.monotonic() >= self._told_s + _HEARTBEAT_INTERVAL_S
+        found = self._report
+        is_due = bool(self._outbound) and time.monotonic() >= self._reported_s + _HEARTBEAT_INTERVAL_S
         if not (found.opened or found.arrived or found.sent or is_due):
             return None
-        self._told_s = time.monotonic()
-        self._news = KVReport(world_rank=self._rank)
+        self._reported_s = time.monotonic()
+        self._report = KVReport(world_rank=self._rank)
         return found
 
     def close(self) -> None:
@@ -133,10 +133,10 @@ class KVConnectorWorker:
         table = PageTable(self._held.ownership, expect.blocks)
         place = self._endpoint.expect(expect.ticket_id, need, table)
         reader = KVReader(world_rank=self._rank, greeting=self._greeting, staged_at=place.staged_at)
-        self._news.opened[expect.ticket_id] = reader
+        self._report.opened[expect.ticket_id] = reader
         if not self._endpoint.num_bytes(need):
             self._endpoint.forget(expect.ticket_id)
-            self._news.arrived.append(expect.ticket_id)
+            self._report.arrived.append(expect.ticket_id)
 
     def _need(self, window: range) -> Copy:
         """All that this rank keeps of some positions, whoever sends it."""
@@ -150,7 +150,7 @@ class KVConnectorWorker:
             out.connected({rank: self._peer(greeting) for rank, greeting in out.greetings.items()})
             self._outbound[ticket_id] = out
         except (TransferError, IncompatiblePeerError, ValueError) as error:
-            self._news.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
+            self._report.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
 
     def _peer(self, greeting: bytes) -> Peer:
         if greeting not in self._peers:
@@ -159,7 +159,7 @@ class KVConnectorWorker:
 
     def _done(self, out: Outbound, sent: KVSent) -> None:
         del self._outbound[out.ticket_id]
-        self._news.sent.append(sent)
+        self._report.sent.append(sent)
         if sent.error is not None:
             self._forget_peers(out)
 

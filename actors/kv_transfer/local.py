@@ -51,7 +51,7 @@ class LocalTransfer:
             return
         for pool, offset, peer_pool, peer_offset, length in self._ranges.table.tolist():
             reader.pools[peer_pool][peer_offset : peer_offset + length] = self._writer.pools[pool][offset : offset + length]
-        reader.told(Notice(self._writer.name, self._tag))
+        reader.notify(Notice(self._writer.name, self._tag))
         self._state = "done"
 
     def is_done(self) -> bool:
@@ -101,7 +101,7 @@ class LocalTransport:
         """Whether it is connected to a peer."""
         return peer in self._peers
 
-    def told(self, notice: Notice) -> None:
+    def notify(self, notice: Notice) -> None:
         """Take a notice; the writer's thread calls this."""
         with self._lock:
             self._notices.append(notice)

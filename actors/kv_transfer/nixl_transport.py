@@ -56,7 +56,7 @@ class NixlTransfer:
         return self._done
 
 
-class _Told:
+class TagOnly:
     """A tag without bytes."""
 
     def is_done(self) -> bool:
@@ -117,7 +117,7 @@ class NixlTransport:
         self._peers[peer.name] = peer
         return peer.name
 
-    def write(self, peer: str, ranges: Ranges, tag: bytes) -> NixlTransfer | _Told:
+    def write(self, peer: str, ranges: Ranges, tag: bytes) -> NixlTransfer | TagOnly:
         there = self._peers.get(peer)
         if there is None:
             raise TransferError(f"{self.name} is not connected to {peer!r}: it is to {sorted(self._peers)}")
@@ -126,7 +126,7 @@ class NixlTransport:
         try:
             if not len(ranges):
                 self.agent.send_notif(peer, tag)
-                return _Told()
+                return TagOnly()
             transfer = NixlTransfer(self, self._begin(there, ranges, tag), peer, what)
         except Exception as error:
             raise TransferError(f"{what} from {self.name} to {peer} could not be begun: {error}") from error
@@ -144,8 +144,8 @@ class NixlTransport:
         return handle
 
     def poll(self) -> list[Notice]:
-        told = self.agent.get_new_notifs(backends=[self._backend])
-        return [Notice(peer, tag) for peer, tags in told.items() for tag in tags]
+        notifications = self.agent.get_new_notifs(backends=[self._backend])
+        return [Notice(peer, tag) for peer, tags in notifications.items() for tag in tags]
 
     def disconnect(self, peer: str) -> None:
         if self._peers.pop(peer, None) is not None:

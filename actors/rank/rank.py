@@ -76,7 +76,7 @@ class Rank:
         return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
 
     def run(self, address: str, token: str, num_blocks: int) -> None:
-        """Make the KV pages, greet the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
+        """Make the KV pages, join the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
         torch.set_num_threads(self._threads)
         parts = put_together(self._config, self._groups, self._decoder, num_blocks)
         link = ZmqRankLink(address, self._config.world_rank, token)

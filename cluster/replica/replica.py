@@ -133,7 +133,7 @@ class Replica:
     def _listening(self) -> ReplyTo:
         """Where prefill replicas send what they have to say of this one's tickets."""
         if self._receiver is None:
-            self._receiver = TokenReceiver.listen(get_node_ip_address(), self.engine.take)
+            self._receiver = TokenReceiver.listen(get_node_ip_address(), self.engine.on_ticket_event)
         return self._receiver.reply_to
 
     async def _reach(self, to: ReplyTo) -> None:

@@ -43,7 +43,7 @@ class PrefillReplicas:
         else:
             last = _nobody(asked)
         if last.refused is not None or last.finish == "error":  # of an end that is none of these, the replica has told
-            await self._tell(ReplyTo.unpack(ticket.reply_to), last)
+            await self._notify(ReplyTo.unpack(ticket.reply_to), last)
         if last.error is not None and last.refused != "engine_busy":
             ended(last.error)
 
@@ -64,7 +64,7 @@ class PrefillReplicas:
                 raise
         return None if last is None else TokenEvent.unpack(last)
 
-    async def _tell(self, to: ReplyTo, event: TokenEvent) -> None:
+    async def _notify(self, to: ReplyTo, event: TokenEvent) -> None:
         """Tell a decode replica. One that cannot be reached finds out by itself, from the missing heartbeats."""
         with suppress(IngressGone, TimeoutError):
             async with asyncio.timeout(_REACH_S):

@@ -33,7 +33,7 @@ class Draft:
         if sampling.prompt_logprobs is not None and not sequence.scores_prompt:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
         sequence.sequence_id = sequence_id
-        sequence.num_told = len(sequence.tokens)
+        sequence.num_tokens_on_ranks = len(sequence.tokens)
         self.started.append(
             SequenceStart(
                 sequence_id=sequence_id,
@@ -55,17 +55,17 @@ class Draft:
                 lane=self.lane,
                 start=sequence.num_planned,
                 count=count,
-                append=sequence.tokens[sequence.num_told :],
-                append_sampled=sequence.num_told < sequence.length > len(sequence.tokens),
-                new_blocks=[block // self.owners for block in sequence.blocks[sequence.num_blocks_told :]],
+                append=sequence.tokens[sequence.num_tokens_on_ranks :],
+                append_sampled=sequence.num_tokens_on_ranks < sequence.length > len(sequence.tokens),
+                new_blocks=[block // self.owners for block in sequence.blocks[sequence.num_blocks_on_ranks :]],
                 sample=samples,
             )
         )
         self.sequences.append(sequence)
         self.budget -= count
         sequence.num_planned += count
-        sequence.num_told = sequence.length
-        sequence.num_blocks_told = len(sequence.blocks)
+        sequence.num_tokens_on_ranks = sequence.length
+        sequence.num_blocks_on_ranks = len(sequence.blocks)
         sequence.num_awaited += samples
         sequence.last_step = self.step
 

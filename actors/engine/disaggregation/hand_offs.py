@@ -26,19 +26,19 @@ class HandOffs:
         return bool(self.reservations) or bool(self.outgoing) or bool(self.offload)
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
         into, out = self.reservations, self.outgoing
-        return bool(into.expects or into.forgets or out.forgets) or self.offload.has_news
+        return bool(into.expects or into.forgets or out.forgets) or self.offload.has_updates
 
-    def tell(self) -> dict[str, object]:
+    def drain_updates(self) -> dict[str, object]:
         """What the next plan says of them, once."""
         into, out, offload = self.reservations, self.outgoing, self.offload
-        said = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
-        said |= {"saves": offload.saves, "fetches": offload.fetches}
+        updates = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
+        updates |= {"saves": offload.saves, "fetches": offload.fetches}
         into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
         offload.saves, offload.fetches = [], []
-        return said
+        return updates
 
     def stats(self) -> HandOffStats:
         """Numbers of both sides of hand-offs."""

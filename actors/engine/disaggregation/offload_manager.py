@@ -94,7 +94,7 @@ class KVOffloadManager:
         return len(self._under_way)
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether ranks must hear of something though no sequence runs."""
         return bool(self.saves or self.fetches)
 
@@ -134,7 +134,7 @@ class KVOffloadManager:
             KVFetch(ticket_id=ticket_id, lane=sequence.lane, first=first, hashes=hashes, blocks=self._pages(sequence.blocks))
         )
 
-    def hear(self, report: KVReport) -> None:
+    def on_report(self, report: KVReport) -> None:
         """How many blocks of each fetch a rank has filled."""
         for ticket_id, found in report.fetched.items():
             fetch = self._under_way[ticket_id]

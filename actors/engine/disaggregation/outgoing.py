@@ -144,7 +144,7 @@ class Outgoings:
             self.forgets.append(ticket_id)
         return self._last_of(found)
 
-    def hear(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
+    def on_report(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
         """What a rank tells: the last events of hand-offs that are done, and whose prompts are not computed and need not be."""
         self._last_report_s[report.world_rank] = now
         events, failed = list[TokenEvent | None](), list[Sequence]()

@@ -143,7 +143,7 @@ class Reservations:
             )
         )
 
-    def hear(self, report: KVReport, now: float) -> list[TokenEvent]:
+    def on_report(self, report: KVReport, now: float) -> list[TokenEvent]:
         """What a rank tells. The events are tickets that can go out."""
         events = []
         for ticket_id, reader in report.opened.items():

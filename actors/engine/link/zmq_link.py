@@ -140,7 +140,7 @@ class ZmqEngineLink:
             return None
         kind, data = frames
         if kind == HELLO:
-            self._greet(peer, data)
+            self._on_hello(peer, data)
         elif peer not in self._peers:
             logger.warning("ignored a message of kind %r on %s from a peer that said no hello", kind, self.address)
         elif kind == FAILED:
@@ -159,7 +159,7 @@ class ZmqEngineLink:
             logger.warning("ignored a message of kind %r from rank %d", kind, self._peers[peer])
         return None
 
-    def _greet(self, peer: bytes, data: bytes) -> None:
+    def _on_hello(self, peer: bytes, data: bytes) -> None:
         try:
             hello = _unpack(Hello, data, "hello")
         except LinkError as error:

@@ -51,7 +51,7 @@ def unscored(sequence: Sequence) -> str:
 
 def _of_prompt(sequence: Sequence) -> list[TokenLogprob | None] | None:
     """The prompt's logprobs, once."""
-    if sequence.has_spoken or not sequence.prompt_logprobs:
+    if sequence.has_sent_prompt_logprobs or not sequence.prompt_logprobs:
         return None
-    sequence.has_spoken = True
+    sequence.has_sent_prompt_logprobs = True
     return sequence.prompt_logprobs

@@ -52,10 +52,10 @@ class Sequence:
     """Tokens that plans in flight sample; the ranks will know them before the engine does."""
     last_step: int = -1
     """The newest plan it is in."""
-    num_told: int = 0
+    num_tokens_on_ranks: int = 0
     """Tokens the ranks know once all plans so far have run."""
     blocks: list[int] = field(default_factory=list)
-    num_blocks_told: int = 0
+    num_blocks_on_ranks: int = 0
     num_registered: int = 0
     """Blocks offered to the prefix cache."""
     cached_tokens: int | None = None
@@ -64,7 +64,7 @@ class Sequence:
     overdue: bool = False
     rope_length: int = 0
     """See `RopeSpec.deciding_length`."""
-    has_spoken: bool = False
+    has_sent_prompt_logprobs: bool = False
     """An event with the prompt's logprobs is out."""
     reserves: bool = False
     """Its prompt may be computed by a prefill pool; not a second time."""
@@ -128,7 +128,7 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Prompt logprobs are asked for and not all here: every prompt token must be run, cached or not."""
-        return not self.has_spoken and None in self.prompt_logprobs[1:]
+        return not self.has_sent_prompt_logprobs and None in self.prompt_logprobs[1:]
 
     @property
     def is_empty_work(self) -> bool:
@@ -152,7 +152,7 @@ class Sequence:
     def forget_ranks(self) -> None:
         """Forget all that the ranks hold of it; the tokens stay."""
         self.sequence_id = NOT_ON_RANKS
-        self.num_planned = self.num_computed = self.num_told = self.num_awaited = 0
+        self.num_planned = self.num_computed = self.num_tokens_on_ranks = self.num_awaited = 0
         self.last_step = -1
         self.blocks = []
-        self.num_blocks_told = self.num_registered = self.spare_tokens = 0
+        self.num_blocks_on_ranks = self.num_registered = self.spare_tokens = 0

@@ -80,10 +80,10 @@ class Crowd:
         """Everybody connects at once: the ports of the engines' stores, and whom each rank has met."""
         for index, pipe in enumerate(self.pipes):
             pipe.send(f"engine{index // TP}.{turn}")
-        ports = [self._heard(index) for index in range(0, ENGINES * TP, TP)]
+        ports = [self._receive(index) for index in range(0, ENGINES * TP, TP)]
         for index, pipe in enumerate(self.pipes):
             pipe.send(ports[index // TP])
-        found = [self._heard(index) for index in range(ENGINES * TP)]
+        found = [self._receive(index) for index in range(ENGINES * TP)]
         for pipe in self.pipes:
             pipe.send("done")
         return ports, found
@@ -98,11 +98,11 @@ class Crowd:
             process.kill()
             process.join()
 
-    def _heard(self, index: int) -> object:
+    def _receive(self, index: int) -> object:
         assert self.pipes[index].poll(WAIT_S), f"process {index} says nothing"
-        told = self.pipes[index].recv()
-        assert not isinstance(told, str), told
-        return told
+        received = self.pipes[index].recv()
+        assert not isinstance(received, str), received
+        return received
 
 
 @pytest.fixture(scope="module")

@@ -111,14 +111,14 @@ def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made: list[ExpertBalancer] = []
     seen: list[list[float]] = []
-    take = ExpertBalancer.take
+    on_report = ExpertBalancer.on_report
 
     def watched(self: ExpertBalancer, report: ExpertReport) -> None:
-        take(self, report)
+        on_report(self, report)
         seen.append(self.stats().balancedness)
 
     monkeypatch.setattr(loop, "ExpertBalancer", lambda config: made.append(ExpertBalancer(config)) or made[-1])
-    monkeypatch.setattr(ExpertBalancer, "take", watched)
+    monkeypatch.setattr(ExpertBalancer, "on_report", watched)
     with in_process(model, str(layout), config.model_copy(update={"experts": balancing})) as replica:
         for events in [replica.submit(request) for request in wanted]:
             assert replica.finish(events).finish == "length"

@@ -31,11 +31,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[range, range, int]]:
         seen.append((copy.layers, copy.positions.window, len(ran)))
         return send(self, peer, name, copy, *rest)
 
-    def watched(self: Decoder, ranges: list[range], tell: Callable[[range], None]) -> None:
+    def watched(self: Decoder, ranges: list[range], report: Callable[[range], None]) -> None:
         self.register_forward_pre_hook(lambda *_: ran.clear())
         for layer in self.layers.values():
             layer.register_forward_hook(lambda *_: ran.append(None))
-        watch(self, ranges, tell)
+        watch(self, ranges, report)
 
     monkeypatch.setattr(KVEndpoint, "send", noted)
     monkeypatch.setattr(Decoder, "watch", watched)

@@ -90,17 +90,17 @@ def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
     assert found.tokens == (right if found.finish == "length" else right[: len(found.tokens)]), (number, fault)
 
 
-def test_why_nothing_was_handed_over_is_said_with_both_values() -> None:
+def test_why_nothing_was_handed_off_names_both_values() -> None:
     """What `/health` repeats of a trial: the last event of the prefill side."""
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG) as both:
         Injector(both)
-        said: list[TokenEvent] = []
-        both.told = lambda event: (said.append(event), event)[1]
+        passed: list[TokenEvent] = []
+        both.on_prefill_event = lambda event: (passed.append(event), event)[1]
         assert both.run(request(3, "greetings of another model")).finish == "length"
         both.wait_until_idle()
-    assert (said[-1].finish, said[-1].request_id.split("~")[0]) == ("abort", "3:greetings of another model")
-    assert "model_digest" in said[-1].error
-    assert all(digest in said[-1].error for digest in ("a" * 64, "b" * 64))
+    assert (passed[-1].finish, passed[-1].request_id.split("~")[0]) == ("abort", "3:greetings of another model")
+    assert "model_digest" in passed[-1].error
+    assert all(digest in passed[-1].error for digest in ("a" * 64, "b" * 64))
 
 
 def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[int, list[int]]) -> None:
@@ -125,7 +125,7 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
                 leave(event.request_id)
             return event
 
-        prefill.submit, both.told = left, gone
+        prefill.submit, both.on_prefill_event = left, gone
         ways = ("gone", "left before it runs", "gone", "left while it is sent")
         waiting = [both.submit(request(number, ways[number % 4])) for number in range(100)]
         ends = Counter(both.decode.finish(events).finish for events in waiting)
@@ -144,9 +144,9 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
 
 def test_a_prefill_replica_that_freezes_after_its_first_heartbeat_costs_its_silence(expected: dict[int, list[int]]) -> None:
     """Its later heartbeats, and nothing else, are lost; with leases as long as in service."""
-    heard = set[str]()
+    seen = set[str]()
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, heartbeat_timeout_s=0.5) as both:
-        both.told = lambda event: None if event.request_id in heard else (heard.add(event.request_id), event)[1]
+        both.on_prefill_event = lambda event: None if event.request_id in seen else (seen.add(event.request_id), event)[1]
         began = time.monotonic()
         waiting = {number: both.submit(request(number, "none")) for number in range(8)}
         for number, events in waiting.items():
@@ -176,9 +176,13 @@ def test_a_prefill_replica_that_dies_costs_time_only(expected: dict[int, list[in
     settings = {"lease_s": LEASE_S, "grace_s": GRACE_S}
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, **settings) as both:
         if when == "computing":
-            both.asked = lambda item: both.prefill.engine.fail("killed") if item.request_id.startswith("9:") else None
+            both.on_prefill_request = lambda item: (
+                both.prefill.engine.fail("killed") if item.request_id.startswith("9:") else None
+            )
         else:
-            both.told = lambda event: (both.prefill.engine.fail("killed"), event)[1] if event.request_id[0] == "9" else event
+            both.on_prefill_event = lambda event: (
+                (both.prefill.engine.fail("killed"), event)[1] if event.request_id[0] == "9" else event
+            )
         waiting = {number: both.submit(request(number, "none")) for number in range(20)}
         for number, events in waiting.items():
             check(number, "none", both.decode.finish(events), expected[number])
@@ -194,7 +198,7 @@ def test_a_prefill_replica_that_dies_costs_time_only(expected: dict[int, list[in
 
 def test_a_decode_replica_that_dies_frees_the_prefill_side() -> None:
     with pools(tiny("llama3", num_hidden_layers=2), "tp=2", "pp=2", CONFIG, CONFIG, lease_s=LEASE_S, grace_s=GRACE_S) as both:
-        both.asked = lambda item: both.decode.engine.fail("killed") if item.request_id.startswith("9:") else None
+        both.on_prefill_request = lambda item: both.decode.engine.fail("killed") if item.request_id.startswith("9:") else None
         waiting = {number: both.submit(request(number, "none")) for number in range(12)}
         for events in waiting.values():
             assert both.decode.finish(events).finish in ("length", "error")

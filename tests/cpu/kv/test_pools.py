@@ -140,11 +140,11 @@ def test_a_prompt_that_the_decode_side_holds_is_not_handed_over() -> None:
 
 
 def test_prompt_logprobs_come_from_the_prefill_side() -> None:
-    asked = greedy(33, sampling=SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=2))
+    on_prefill_request = greedy(33, sampling=SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=2))
     with in_process(tiny("llama3"), "", config(16)) as replica:
-        expected = replica.run(asked)
+        expected = replica.run(on_prefill_request)
     with pools(tiny("llama3"), "tp=2", "cp=2", config(16), config(16)) as both:
-        found = both.run(asked)
+        found = both.run(on_prefill_request)
         assert both.decode.engine.stats().hand_offs.received == 1
     assert found.tokens == expected.tokens
     assert found.prompt_logprobs[0] is None
@@ -184,9 +184,9 @@ def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, dec
 def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
     first = alone("gqa")["r33"].tokens[0]
     sampling = SamplingParams(temperature=0.0, stop_token_ids=(first,) if max_tokens > 1 else ())
-    asked = greedy(33, max_tokens=max_tokens, sampling=sampling)
+    on_prefill_request = greedy(33, max_tokens=max_tokens, sampling=sampling)
     with pools(tiny("llama3"), "", "tp=2", config(16), config(16)) as both:
-        found = both.run(asked)
+        found = both.run(on_prefill_request)
         both.wait_until_idle()
         stats = both.decode.engine.stats().hand_offs
         assert (stats.reserved, stats.draining) == (0, 0)

@@ -126,7 +126,7 @@ def test_a_full_staging_buffer_here_is_an_error_that_says_to_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_digest": "b" * 64}, f"model_digest is '{'a' * 64}' here and '{'b' * 64}' there"),
         ({"dtype": "bfloat16"}, "dtype is 'float32' here and 'bfloat16' there"),
@@ -136,7 +136,7 @@ def test_a_full_staging_buffer_here_is_an_error_that_says_to_wait() -> None:
         ({"transport": "test 2"}, "transport is 'test 1' here and 'test 2' there"),
     ],
 )
-def test_a_peer_whose_pages_mean_something_else_is_refused_with_both_values(changes: dict[str, object], said: str) -> None:
+def test_a_peer_whose_pages_mean_something_else_is_refused_with_both_values(changes: dict[str, object], message: str) -> None:
     both = Both("heads split again")
     rank = both.readers[0]
     stranger = KVEndpoint(
@@ -144,7 +144,7 @@ def test_a_peer_whose_pages_mean_something_else_is_refused_with_both_values(chan
     )
     with pytest.raises(IncompatiblePeerError) as refused:
         both.sending[0].connect(stranger.greeting())
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_all_differences_are_said_at_once_and_nonsense_is_no_greeting() -> None:

@@ -67,18 +67,18 @@ def test_every_value_arrives_between_processes(results: dict[str, tuple[object, 
 
 def test_an_agent_in_a_forked_process_is_refused() -> None:
     """In a process of its own: this one must not fork after making an agent."""
-    said = _said_by(_fork_after_agent)
-    assert "a fork of it, where no transfer would ever end: start the process with spawn" in str(said)
+    result = _result_of(_fork_after_agent)
+    assert "a fork of it, where no transfer would ever end: start the process with spawn" in str(result)
 
 
-def _said_by(child: Callable[[Connection], None]) -> object:
+def _result_of(child: Callable[[Connection], None]) -> object:
     """The one thing that a spawned process says."""
     pipe, end = Pipe()
     process = multiprocessing.get_context("spawn").Process(target=child, args=(end,), daemon=True)
     process.start()
-    said = _receive(pipe)
+    result = _receive(pipe)
     process.join(_WAIT_S)
-    return said
+    return result
 
 
 def _fork_after_agent(pipe: Connection) -> None:
@@ -107,8 +107,8 @@ def test_a_peer_that_is_killed_is_an_error_and_no_wait() -> None:
         killed.kill()
         killed.join()
         writer.send("killed")
-        said, seconds = _receive(writer)
-        assert "from writer" in said or "to reader" in said
+        result, seconds = _receive(writer)
+        assert "from writer" in result or "to reader" in result
         assert seconds < 10
     finally:
         for process in (killed, writing):
@@ -155,8 +155,8 @@ def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
         assert _receive(pipes[2][0]) == "both are reached"
         os.kill(readers[0].pid, signal.SIGSTOP)
         pipes[2][0].send("stopped")
-        said, slowest_s = _receive(pipes[2][0])
-        assert said == {"stopped": False, "other": True, "other, later": True}
+        result, slowest_s = _receive(pipes[2][0])
+        assert result == {"stopped": False, "other": True, "other, later": True}
         assert slowest_s < 10
     finally:
         for process in (*readers, writing):
@@ -171,15 +171,15 @@ def _write_to_both(pipe: Connection) -> None:
     assert all(_is_written(transport, peer, _WAIT_S) for peer in (stopped, other))
     pipe.send("both are reached")
     assert pipe.recv() == "stopped"
-    said = {}
+    result = {}
     for name, peer, patience_s in (("stopped", stopped, 1.0), ("other", other, _WAIT_S), ("other, later", other, _WAIT_S)):
         began = time.monotonic()
-        said[name] = _is_written(transport, peer, patience_s)
+        result[name] = _is_written(transport, peer, patience_s)
         slowest_s = max(slowest_s, time.monotonic() - began)
         if name == "other":
             transport.disconnect(stopped)
     transport.close()
-    pipe.send((said, slowest_s))
+    pipe.send((result, slowest_s))
 
 
 def _is_written(transport: NixlTransport, peer: str, patience_s: float) -> bool:
@@ -191,8 +191,8 @@ def _is_written(transport: NixlTransport, peer: str, patience_s: float) -> bool:
 
 
 def test_a_description_of_nonsense_is_refused() -> None:
-    said = _said_by(_connect_to_nonsense)
-    assert "a description of 3 bytes is not one of a NIXL peer" in str(said)
+    result = _result_of(_connect_to_nonsense)
+    assert "a description of 3 bytes is not one of a NIXL peer" in str(result)
 
 
 def _connect_to_nonsense(pipe: Connection) -> None:

@@ -8,23 +8,23 @@ from actors.engine.batching.bubble import BubbleMeter
 from placement.cost.balance import bubble
 
 
-def burst(meter: BubbleMeter, start: float, stages: int, micro_batches: int, told: dict[int, float]) -> None:
+def burst(meter: BubbleMeter, start: float, stages: int, micro_batches: int, reported: dict[int, float]) -> None:
     """`micro_batches` plans at once into stages that take a second each; results come back one a second once it is full."""
     meter.sent(start)
     for done in range(1, micro_batches + 1):
         now = start + stages - 1 + done
         # A stage s has worked since second s; it tells after each step, so it may have told of steps further on.
-        busy = {stage: told[stage] + min(micro_batches, stages - 1 + done - stage) for stage in range(stages)}
+        busy = {stage: reported[stage] + min(micro_batches, stages - 1 + done - stage) for stage in range(stages)}
         meter.came_back(now, busy, micro_batches - done)
-    told.update(busy)
+    reported.update(busy)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "expected"), [(2, 1, 0.5), (2, 4, 0.2), (2, 16, 1 / 17), (4, 32, 3 / 35)])
 def test_fill_and_drain_are_the_bubble_and_time_without_work_is_not(stages: int, micro_batches: int, expected: float) -> None:
-    meter, told = BubbleMeter(stages), dict.fromkeys(range(stages), 0.0)
+    meter, reported = BubbleMeter(stages), dict.fromkeys(range(stages), 0.0)
     assert meter.bubble() is None
     for repeat in range(3):
-        burst(meter, 1000.0 * repeat, stages, micro_batches, told)
+        burst(meter, 1000.0 * repeat, stages, micro_batches, reported)
         assert meter.bubble() == pytest.approx(bubble(stages, micro_batches)) == pytest.approx(expected)
 
 

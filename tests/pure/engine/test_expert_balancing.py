@@ -59,10 +59,10 @@ def moves_of(balancer: ExpertBalancer, plans: int, until: int | None = None) -> 
 def test_a_load_counts_once_all_ranks_have_told_of_it() -> None:
     balancer = ExpertBalancer(balancing(interval=0, skew=0.8))
     for step in range(3):
-        balancer.take(report(0, step))  # a first stage is always ahead
+        balancer.on_report(report(0, step))  # a first stage is always ahead
     assert moves_of(balancer, 3) == [[]] * 3
     assert balancer.stats().balancedness == []
-    balancer.take(report(1))
+    balancer.on_report(report(1))
     [move] = [move for moves in moves_of(balancer, 1, until=1) for move in moves]
     assert move.layer == 1, "the other layer is even already"
     assert sorted(move.experts) == [0, 1, 2, 3]
@@ -73,8 +73,8 @@ def test_a_load_counts_once_all_ranks_have_told_of_it() -> None:
 def test_without_triggers_experts_are_counted_and_stay() -> None:
     balancer = ExpertBalancer(balancing(interval=0))
     for step in range(2000):
-        balancer.take(report(0, step))
-        balancer.take(report(1, step))
+        balancer.on_report(report(0, step))
+        balancer.on_report(report(1, step))
         assert balancer.into(StepPlan(step=step, rows=[])).moves == []
     stats = balancer.stats()
     assert stats.balancedness == [pytest.approx(81 / 160), 1.0]
@@ -91,12 +91,12 @@ def test_ranks_are_asked_now_and_then() -> None:
 def test_the_endpoint_tells_the_numbers_by_layer_and_rank() -> None:
     balancer = ExpertBalancer(balancing())
     for rank in (0, 1):
-        balancer.take(report(rank))
+        balancer.on_report(report(rank))
     stats = {"r0": balancer.stats().gauges(), "r1": ExpertStats(layers=[1]).gauges()}
-    told = exposition(Metrics(), stats, {}).decode()
+    text = exposition(Metrics(), stats, {}).decode()
     found = {
         (sample.name.removeprefix("shardwright_engine_experts_"), *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(told)
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
         if "_engine_experts_" in sample.name
     }

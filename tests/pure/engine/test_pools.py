@@ -51,9 +51,9 @@ class Side:
         self.scheduler.add(Sequence.of(item, self.config.block_size, self.now, next(self._order)))
 
     def plan(self) -> StepPlan | None:
-        said = self.scheduler.reap(self.now)
-        self.heartbeats += [event.request_id for event in said if event.is_empty]
-        self.events += [event for event in said if not event.is_empty]
+        reaped = self.scheduler.reap(self.now)
+        self.heartbeats += [event.request_id for event in reaped if event.is_empty]
+        self.events += [event for event in reaped if not event.is_empty]
         plan = self.scheduler.schedule(self.now)
         return None if plan is None else StepPlan.unpack(plan.pack())
 
@@ -66,11 +66,11 @@ class Side:
         self.events += self.scheduler.update(StepResult(step=plan.step, sampled=sampled), self.now)
         return plan
 
-    def tell(self, rank: int, **what: Any) -> None:
-        self.events += self.scheduler.hear(KVReport(world_rank=rank, **what), self.now)
+    def report(self, rank: int, **what: Any) -> None:
+        self.events += self.scheduler.on_kv_report(KVReport(world_rank=rank, **what), self.now)
 
     def take(self, **what: Any) -> None:
-        self.events += self.scheduler.take(TokenEvent(request_id="a~0", **what), self.now)
+        self.events += self.scheduler.on_ticket_event(TokenEvent(request_id="a~0", **what), self.now)
 
     def cancel(self, request_id: str = "a") -> None:
         event = self.scheduler.cancel(request_id)
@@ -85,7 +85,7 @@ class Side:
         self.add(request(reserves=True))
         [expect] = self.step().expects
         for rank in range(2):
-            self.tell(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"hello", staged_at=rank)})
+            self.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"hello", staged_at=rank)})
         ticket = self.events.pop().ticket
         assert ticket is not None
         return ticket
@@ -104,10 +104,10 @@ def test_blocks_are_reserved_for_the_prompt_and_expected_output_before_there_is_
     [expect] = plan.expects
     assert (expect.first, expect.tokens, len(expect.blocks)) == (0, 10, 4)  # 10 + 4 tokens in blocks of 4
     assert (side.held, side.events) == (4, [])
-    side.tell(1, opened={"a~0": KVReader(world_rank=1, greeting=b"one")})
+    side.report(1, opened={"a~0": KVReader(world_rank=1, greeting=b"one")})
     assert side.events == []
     side.now = 3.0
-    side.tell(0, opened={"a~0": KVReader(world_rank=0, greeting=b"zero", staged_at=64)})
+    side.report(0, opened={"a~0": KVReader(world_rank=0, greeting=b"zero", staged_at=64)})
     [event] = side.events
     assert event.ticket is not None
     assert (event.ticket.blocks, event.ticket.lease_s) == (expect.blocks, LEASE_S - 3.0)
@@ -124,7 +124,7 @@ def test_it_runs_when_all_has_arrived_and_the_first_token_is_there(order: tuple[
         if what == "token":
             side.take(tokens=[5], logprobs=[TokenLogprob(token=5, logprob=-0.5)], cached_tokens=4)
         else:
-            side.tell(int(what[-1]), arrived=["a~0"])
+            side.report(int(what[-1]), arrived=["a~0"])
     [event] = side.events
     assert (event.request_id, event.tokens, event.cached_tokens, event.finish) == ("a", [5], 4, None)
     plan = side.step()
@@ -146,7 +146,7 @@ def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
     assert (side.held, [event.finish for event in side.events]) == (0, ["abort"])
     plan = side.step()
     assert plan.forgets == ["a~0"]
-    side.tell(0, opened={"a~0": KVReader(world_rank=0, greeting=b"late")}, arrived=["a~0"])
+    side.report(0, opened={"a~0": KVReader(world_rank=0, greeting=b"late")}, arrived=["a~0"])
     assert (len(side.events), bool(side.scheduler.hand_offs)) == (1, False)
 
 
@@ -160,9 +160,9 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     if how == "refused":
         side.take(finish="error", refused="engine_busy")
     elif how == "arrived":
-        side.tell(0, arrived=["a~0"])
+        side.report(0, arrived=["a~0"])
         assert side.held == 4
-        side.tell(1, arrived=["a~0"])
+        side.report(1, arrived=["a~0"])
     elif how == "lease":
         side.take(finish="error", error="lost")  # whoever was lost may still write
         side.now = LEASE_S + GRACE_S - 0.1
@@ -205,7 +205,7 @@ def test_silence_after_a_heartbeat_costs_less_than_the_lease(last: str) -> None:
     assert side.plan() is None
     side.now = 62.0
     for rank in range(2 if last == "all" else 0):
-        side.tell(rank, arrived=["a~0"])
+        side.report(rank, arrived=["a~0"])
     plan = side.plan()
     assert bool(plan and plan.started) == (last != "handoff"), "a ticket that is all sent needs no heartbeat"
     assert side.scheduler.hand_offs.stats().fallen_back == (last in ("heartbeat", "token"))
@@ -230,12 +230,12 @@ def test_a_prompt_gets_a_heartbeat_a_second_while_it_waits_is_computed_and_is_se
         side.heartbeats.clear()
     side.now = 7.0
     assert (side.plan(), side.heartbeats) == (None, []), "no rank has told anything for 4.9 s"
-    side.tell(0)
+    side.report(0)
     assert (side.plan(), side.heartbeats) == (None, []), "one is frozen"
-    side.tell(1)
+    side.report(1)
     assert (side.plan(), side.heartbeats) == (None, ["a", "b"])
     for rank in range(2):
-        side.tell(rank, sent=[KVSent(ticket_id="a"), KVSent(ticket_id="b")])
+        side.report(rank, sent=[KVSent(ticket_id="a"), KVSent(ticket_id="b")])
     side.heartbeats.clear()
     side.now = 9.0
     assert (side.plan(), side.heartbeats, side.held) == (None, [], 0)
@@ -281,10 +281,10 @@ def test_what_comes_twice_or_late_changes_nothing() -> None:
     side.take(tokens=[5])
     side.take(tokens=[6])
     for rank in (0, 0, 1):
-        side.tell(rank, arrived=["a~0"])
+        side.report(rank, arrived=["a~0"])
     side.step()
     side.take(tokens=[8], finish="abort")
-    side.tell(0, arrived=["a~0"])
+    side.report(0, arrived=["a~0"])
     assert [event.tokens for event in side.events] == [[5], [7]]
 
 
@@ -303,7 +303,7 @@ def test_tiers_are_read_first_and_the_rest_is_handed_over_if_it_is_worth_it(leng
     [fetch] = side.step().fetches
     assert (fetch.first, len(fetch.hashes)) == (0, 2)
     for rank in range(2):
-        side.tell(rank, fetched={fetch.ticket_id: found})
+        side.report(rank, fetched={fetch.ticket_id: found})
     plan = side.step()
     assert [(expect.first, expect.tokens) for expect in plan.expects] == ([] if first is None else [(first, length)])
     assert [(row.start, row.count) for row in plan.rows] == ([(8, 3)] if first is None else [])
@@ -315,7 +315,7 @@ def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> No
     side = tiered_side(fetch_s=5.0)
     side.add(request(max_tokens=1))
     [fetch] = side.step().fetches
-    side.tell(0, fetched={fetch.ticket_id: 2})
+    side.report(0, fetched={fetch.ticket_id: 2})
     side.now = 4.9
     assert side.plan() is None
     side.now = 5.0
@@ -327,7 +327,7 @@ def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> No
     side.add(request(request_id="b", prompt=[*range(20, 29)], max_tokens=1))
     assert side.step().fetches == [], "nobody asks tiers that are stuck"
     side.step()
-    side.tell(1, fetched={fetch.ticket_id: 2})
+    side.report(1, fetched={fetch.ticket_id: 2})
     assert side.held == 0
     run_alone(side, range(100, 131))
     side.add(request(request_id="c", prompt=[*range(20, 29)], max_tokens=1))
@@ -341,7 +341,7 @@ def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
     side.now = 5.0
     side.scheduler.reap(side.now)
     for rank in range(2):
-        side.tell(rank, fetched={fetch.ticket_id: 2})
+        side.report(rank, fetched={fetch.ticket_id: 2})
     assert (side.held, side.step().fetches) == (0, [])
 
 
@@ -379,9 +379,9 @@ def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
     assert (send.sequence_id, send.ticket.first, second.sends) == (first.started[0].sequence_id, 4, [])
     assert [(event.tokens, event.finish) for event in side.events] == [([7], None)]
     assert (side.scheduler.num_live, side.held) == (0, 3)
-    side.tell(1, sent=[KVSent(ticket_id="a", num_bytes=100, busy_s=4.0, exposed_s=1.0)])
+    side.report(1, sent=[KVSent(ticket_id="a", num_bytes=100, busy_s=4.0, exposed_s=1.0)])
     assert side.held == 3
-    side.tell(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
+    side.report(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
     assert [event.finish for event in side.events] == [None, "handoff"]
     stats = side.scheduler.hand_offs.stats()
     assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
@@ -394,7 +394,7 @@ def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> 
     side.step()
     plan = side.plan()
     for rank in range(2):
-        side.tell(rank, sent=[KVSent(ticket_id="a")])
+        side.report(rank, sent=[KVSent(ticket_id="a")])
     assert side.events == []
     result = StepResult(step=plan.step, sampled=[Sampled(sequence_id=plan.rows[0].sequence_id, token=7)])
     side.events += side.scheduler.update(result, side.now)
@@ -414,7 +414,7 @@ def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> 
     if how == "cancel":
         side.cancel()
     elif how == "rank":
-        side.tell(0, sent=[KVSent(ticket_id="a", error="the peer may be gone")])
+        side.report(0, sent=[KVSent(ticket_id="a", error="the peer may be gone")])
         waiting = [1]
     elif when == "computing":
         side.now = LEASE_S
@@ -425,7 +425,7 @@ def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> 
     assert (side.held, side.scheduler.num_live) == (3, 0)
     assert not any(event.finish for event in side.events)
     for rank in waiting:
-        side.tell(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
+        side.report(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
     assert side.events[-1].finish == ("deadline" if how == "deadline" else "abort")
     assert (side.held, bool(side.scheduler.hand_offs)) == (0, False)
 
@@ -452,7 +452,7 @@ def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "said"),
+    ("item", "message"),
     [
         (request(ticket=ticket(ticket_id="b")), "must be the request's own id, 'a'"),
         (request(ticket=ticket(tokens=9)), "must be the end of a prompt of 10 tokens"),
@@ -462,8 +462,8 @@ def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:
         (request(reserves=True, ticket=ticket()), "has a ticket, or asks for one"),
     ],
 )
-def test_tickets_that_do_not_fit_are_refused(item: GenerateRequest, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_tickets_that_do_not_fit_are_refused(item: GenerateRequest, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         check_request(item, config())
 
 
@@ -475,5 +475,5 @@ def test_lanes_hold_their_own_reservations() -> None:
     assert sorted(expect.lane for expect in expects) == [0, 1]
     for expect in expects:
         rank = expect.lane  # one rank a lane
-        side.tell(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"x")})
+        side.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"x")})
     assert sorted(event.ticket.lane for event in side.events if event.ticket) == [0, 1]

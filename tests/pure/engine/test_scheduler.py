@@ -104,9 +104,9 @@ class Bench:
             if self.finish(name) == "length":
                 assert self.tokens(name) == alone
                 if item.sampling.prompt_logprobs is not None:
-                    spoken = [event.prompt_logprobs for event in self.events[name]]
-                    assert spoken[0] == prompt_logprobs(item.prompt)
-                    assert not any(spoken[1:])
+                    sent_logprobs = [event.prompt_logprobs for event in self.events[name]]
+                    assert sent_logprobs[0] == prompt_logprobs(item.prompt)
+                    assert not any(sent_logprobs[1:])
             else:
                 assert self.finish(name) in ("abort", "deadline")
                 assert self.tokens(name) == alone[: len(self.tokens(name))]
