@@ -45,7 +45,7 @@ FAULTS = (
     "a write cannot be begun",
     "a write is lost",
     "a write never ends",
-    "greetings of another model",
+    "agent metadata of another model",
     "a short deadline",
 )
 CANCELLED = tuple(fault for fault in FAULTS if fault.startswith("cancelled"))
@@ -156,8 +156,10 @@ class Injector:
     def submit(self, item: GenerateRequest, deliver: Callable[[TokenEvent], None]) -> None:
         """The prefill engine's, to which some tickets come as from ranks of another model."""
         fault, ticket = fault_of(item.request_id), item.ticket
-        if ticket is not None and fault == "greetings of another model":
-            readers = [KVReader(world_rank=each.world_rank, greeting=_other(each.greeting)) for each in ticket.readers]
+        if ticket is not None and fault == "agent metadata of another model":
+            readers = [
+                KVReader(world_rank=each.world_rank, agent_metadata=_other(each.agent_metadata)) for each in ticket.readers
+            ]
             item = item.model_copy(update={"ticket": ticket.model_copy(update={"readers": readers})})
         self._submit(item, deliver)
         if ticket is not None and fault == "prefill cancelled at once":
@@ -237,7 +239,7 @@ def _error(ticket_id: str) -> TokenEvent:
     return TokenEvent(request_id=ticket_id, finish="error", error="it died")
 
 
-def _other(greeting: bytes) -> bytes:
-    unpacked = msgpack.unpackb(greeting)
+def _other(agent_metadata: bytes) -> bytes:
+    unpacked = msgpack.unpackb(agent_metadata)
     unpacked["compatibility"]["model_digest"] = "b" * 64
     return msgpack.packb(unpacked)

@@ -142,7 +142,7 @@ def send_all(
     case: Case,
     writers: Mapping[int, Rank],
     ends: Mapping[int, KVEndpoint],
-    greetings: Mapping[int, bytes],
+    reader_metadata: Mapping[int, bytes],
     tables: Mapping[int, PageTable],
     places: Iterable[Place],
 ) -> list[Sending]:
@@ -150,7 +150,7 @@ def send_all(
     sendings = []
     for index, (copy, place) in enumerate(zip(case.copies, places, strict=True)):
         end, own = ends[copy.source], writers[copy.source].table
-        peer = end.connect(greetings[copy.destination])
+        peer = end.connect(reader_metadata[copy.destination])
         sendings.append(end.send(peer, f"copy {index}", copy, own, place, tables[copy.destination]))
     return sendings
 
@@ -166,16 +166,16 @@ def wait_for_copies(case: Case, ends: Mapping[int, KVEndpoint], timeout_s: float
 
 
 def read_over_nixl(pipe: Connection, names: list[str], staging_bytes: int) -> None:
-    """A process with all readers of each case in turn: sends (greetings, tables, places), then what it got."""
+    """A process with all readers of each case in turn: sends (reader metadata, tables, places), then what it got."""
     torch.set_num_threads(1)
     for name in names:
         case = Case.named(name)
         readers = case.readers()
         ends = {at: endpoint(case, rank, NixlTransport(f"reader{at}"), staging_bytes) for at, rank in readers.items()}
-        greetings = {at: end.greeting() for at, end in ends.items()}
+        reader_metadata = {at: end.agent_metadata() for at, end in ends.items()}
         pages = {at: list(rank.table.pages) for at, rank in readers.items()}
         places = [place.staged_at for place in expect_all(case, readers, ends)]
-        pipe.send((greetings, pages, places))
+        pipe.send((reader_metadata, pages, places))
         arrived = wait_for_copies(case, ends)
         wrong = sum(rank.wrong(case.tokens) for rank in readers.values())
         pipe.send((sorted(arrived), wrong, sum(end.num_stray for end in ends.values())))
@@ -191,10 +191,10 @@ def write_over_nixl(pipe: Connection, names: list[str]) -> None:
         case = Case.named(name)
         writers = case.writers()
         ends = {at: endpoint(case, rank, NixlTransport(f"writer{at}"), 1 << 20) for at, rank in writers.items()}
-        greetings, pages, places = pipe.recv()
+        reader_metadata, pages, places = pipe.recv()
         owners = {held.world_rank: held.ownership for held in holdings(case.spec, case.destination)}
         tables = {at: PageTable(owners[at], found) for at, found in pages.items()}
-        sendings = send_all(case, writers, ends, greetings, tables, [Place(staged_at=at) for at in places])
+        sendings = send_all(case, writers, ends, reader_metadata, tables, [Place(staged_at=at) for at in places])
         deadline = time.monotonic() + 30
         while not all([sending.is_done() for sending in sendings]):
             assert time.monotonic() < deadline, "a transfer has not ended after 30 s"

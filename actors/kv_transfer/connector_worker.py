@@ -44,8 +44,8 @@ class KVConnectorWorker:
         self._running: list[Outbound] = []
         """Those with tokens in the step under way."""
         self._peers: dict[bytes, Peer] = {}
-        """Ranks this one can write to, by their greetings."""
-        self._greeting = endpoint.greeting()
+        """Ranks this one can write to, by their agent metadata."""
+        self._agent_metadata = endpoint.agent_metadata()
         self._report = KVReport(world_rank=self._rank)
         self._reported_s = 0.0
 
@@ -132,7 +132,7 @@ class KVConnectorWorker:
         need = self._need(range(expect.first, expect.tokens))
         table = PageTable(self._held.ownership, expect.blocks)
         place = self._endpoint.expect(expect.ticket_id, need, table)
-        reader = KVReader(world_rank=self._rank, greeting=self._greeting, staged_at=place.staged_at)
+        reader = KVReader(world_rank=self._rank, agent_metadata=self._agent_metadata, staged_at=place.staged_at)
         self._report.opened[expect.ticket_id] = reader
         if not self._endpoint.num_bytes(need):
             self._endpoint.forget(expect.ticket_id)
@@ -147,15 +147,15 @@ class KVConnectorWorker:
         ticket_id = send.ticket.ticket_id
         try:
             out = Outbound(self._endpoint, self._spec, self._side, self._rank, send, self._range_bytes)
-            out.connected({rank: self._peer(greeting) for rank, greeting in out.greetings.items()})
+            out.connected({rank: self._peer(agent_metadata) for rank, agent_metadata in out.reader_metadata.items()})
             self._outbound[ticket_id] = out
         except (TransferError, IncompatiblePeerError, ValueError) as error:
             self._report.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
 
-    def _peer(self, greeting: bytes) -> Peer:
-        if greeting not in self._peers:
-            self._peers[greeting] = self._endpoint.connect(greeting)
-        return self._peers[greeting]
+    def _peer(self, agent_metadata: bytes) -> Peer:
+        if agent_metadata not in self._peers:
+            self._peers[agent_metadata] = self._endpoint.connect(agent_metadata)
+        return self._peers[agent_metadata]
 
     def _done(self, out: Outbound, sent: KVSent) -> None:
         del self._outbound[out.ticket_id]
@@ -166,10 +166,10 @@ class KVConnectorWorker:
     def _forget_peers(self, out: Outbound) -> None:
         """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way to it. One
         that did not end in time is ended so, and with it whatever else is."""
-        busy = {greeting for other in self._outbound.values() for greeting in other.greetings.values()}
-        for greeting in out.greetings.values():
-            if greeting in self._peers and (out.is_cut or greeting not in busy):
-                self._endpoint.disconnect(self._peers.pop(greeting))
+        busy = {agent_metadata for other in self._outbound.values() for agent_metadata in other.reader_metadata.values()}
+        for agent_metadata in out.reader_metadata.values():
+            if agent_metadata in self._peers and (out.is_cut or agent_metadata not in busy):
+                self._endpoint.disconnect(self._peers.pop(agent_metadata))
 
 
 class NoKVConnectorWorker:

@@ -2,7 +2,7 @@
 
     writer                                     reader
                                                expect(name, copy, own table)  -> where to (staged or pages)
-    connect(greeting)  ←────────────────────── greeting()
+    connect(agent_metadata)  ←──────────── agent_metadata()
     send(peer, name, copy, own table, where)
               ══ bytes, then {name, part} ═══→ poll() -> the names whose bytes are in its pages
 
@@ -33,7 +33,7 @@ from placement.ownership.handoff_positions import PeriodicPositions
 _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 
 
-class Greeting(Message):
+class AgentMetadata(Message):
     """How a rank introduces itself to those that will write to it."""
 
     compatibility: Compatibility
@@ -156,20 +156,20 @@ class KVEndpoint:
     def num_expected(self) -> int:
         return len(self._expected)
 
-    def greeting(self) -> bytes:
+    def agent_metadata(self) -> bytes:
         """What a writer's `connect` takes."""
         description = self._transport.describe()
-        return Greeting(compatibility=self.compatibility, shape=self.shape, description=description).pack()
+        return AgentMetadata(compatibility=self.compatibility, shape=self.shape, description=description).pack()
 
-    def connect(self, greeting: bytes) -> Peer:
-        """Be able to send to the rank that greeted so.
+    def connect(self, agent_metadata: bytes) -> Peer:
+        """Be able to send to the rank with this agent metadata.
 
         Raises `IncompatiblePeerError` with both values of all that differs, `TransferError` where it cannot be reached.
         """
         try:
-            found = Greeting.unpack(greeting)
+            found = AgentMetadata.unpack(agent_metadata)
         except _MALFORMED as error:
-            raise TransferError(f"a greeting of {len(greeting)} bytes cannot be read: {error}") from None
+            raise TransferError(f"agent metadata of {len(agent_metadata)} bytes cannot be read: {error}") from None
         self.compatibility.require(found.compatibility, "the peer")
         return Peer(self._transport.connect(found.description), found.shape)
 

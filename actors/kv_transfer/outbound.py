@@ -65,12 +65,12 @@ class Outbound:
         self._busy_since = self._computed_at = 0.0
         missing = sorted(self._tables.keys() - self._readers.keys())
         if missing:
-            raise ValueError(f"the ticket for {ticket.layout} has no greeting of ranks {missing}")
+            raise ValueError(f"the ticket for {ticket.layout} has no agent metadata of ranks {missing}")
 
     @property
-    def greetings(self) -> dict[int, bytes]:
+    def reader_metadata(self) -> dict[int, bytes]:
         """Of the ranks that this one writes to."""
-        return {lot.copy.destination: self._readers[lot.copy.destination].greeting for lot in self._lots}
+        return {lot.copy.destination: self._readers[lot.copy.destination].agent_metadata for lot in self._lots}
 
     def connected(self, peers: dict[int, Peer]) -> None:
         """Have them, by world rank, before the first step."""

@@ -12,7 +12,7 @@ class KVReader(Message):
     None, the pages themselves."""
 
     world_rank: int
-    greeting: bytes
+    agent_metadata: bytes
     staged_at: int | None = None
 
 

@@ -96,9 +96,9 @@ def test_why_nothing_was_handed_off_names_both_values() -> None:
         Injector(both)
         passed: list[TokenEvent] = []
         both.on_prefill_event = lambda event: (passed.append(event), event)[1]
-        assert both.run(request(3, "greetings of another model")).finish == "length"
+        assert both.run(request(3, "agent metadata of another model")).finish == "length"
         both.wait_until_idle()
-    assert (passed[-1].finish, passed[-1].request_id.split("~")[0]) == ("abort", "3:greetings of another model")
+    assert (passed[-1].finish, passed[-1].request_id.split("~")[0]) == ("abort", "3:agent metadata of another model")
     assert "model_digest" in passed[-1].error
     assert all(digest in passed[-1].error for digest in ("a" * 64, "b" * 64))
 

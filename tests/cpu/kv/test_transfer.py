@@ -26,7 +26,7 @@ class Both:
         self.writers, self.readers = self.case.writers(), self.case.readers()
         self.sending = self._ends("writer", self.writers, 1 << 20)
         self.reading = self._ends("reader", self.readers, staging_bytes)
-        self.greetings = {at: end.greeting() for at, end in self.reading.items()}
+        self.reader_metadata = {at: end.agent_metadata() for at, end in self.reading.items()}
         self.tables = {at: rank.table for at, rank in self.readers.items()}
 
     def _ends(self, name: str, ranks: dict[int, Rank], staging_bytes: int) -> dict[int, KVEndpoint]:
@@ -34,7 +34,7 @@ class Both:
         return {at: endpoint(self.case, rank, made[at], staging_bytes) for at, rank in ranks.items()}
 
     def send(self, places: list[Place]) -> list[object]:
-        return list(send_all(self.case, self.writers, self.sending, self.greetings, self.tables, places))
+        return list(send_all(self.case, self.writers, self.sending, self.reader_metadata, self.tables, places))
 
     def wrong(self, tokens: int) -> int:
         return sum(rank.wrong(tokens) for rank in self.readers.values())
@@ -105,7 +105,7 @@ def test_a_peer_that_closes_ends_the_transfer_with_its_name() -> None:
     with pytest.raises(TransferError, match="peer reader0 closed before"):
         sendings[0].is_done()
     with pytest.raises(TransferError, match="no transport 'reader0'"):
-        both.sending[0].connect(both.greetings[0])
+        both.sending[0].connect(both.reader_metadata[0])
 
 
 def test_names_are_used_once() -> None:
@@ -143,15 +143,15 @@ def test_a_peer_whose_pages_mean_something_else_is_refused_with_both_values(chan
         LocalTransport(both.board, "stranger"), rank.cache, rank.held, compatibility(both.case.spec, **changes), 0
     )
     with pytest.raises(IncompatiblePeerError) as refused:
-        both.sending[0].connect(stranger.greeting())
+        both.sending[0].connect(stranger.agent_metadata())
     assert message in str(refused.value)
 
 
-def test_all_differences_are_said_at_once_and_nonsense_is_no_greeting() -> None:
+def test_all_differences_are_reported_at_once_and_nonsense_is_refused() -> None:
     both = Both("heads split again")
     ours = compatibility(both.case.spec)
     assert len(list(ours.differences(compatibility(both.case.spec, dtype="float16", kv_dim=9, num_layers=1)))) == 3
-    with pytest.raises(TransferError, match="a greeting of 3 bytes cannot be read"):
+    with pytest.raises(TransferError, match="agent metadata of 3 bytes cannot be read"):
         both.sending[0].connect(b"abc")
 
 

@@ -85,7 +85,7 @@ class Side:
         self.add(request(reserves=True))
         [expect] = self.step().expects
         for rank in range(2):
-            self.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"hello", staged_at=rank)})
+            self.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, agent_metadata=b"hello", staged_at=rank)})
         ticket = self.events.pop().ticket
         assert ticket is not None
         return ticket
@@ -104,10 +104,10 @@ def test_blocks_are_reserved_for_the_prompt_and_expected_output_before_there_is_
     [expect] = plan.expects
     assert (expect.first, expect.tokens, len(expect.blocks)) == (0, 10, 4)  # 10 + 4 tokens in blocks of 4
     assert (side.held, side.events) == (4, [])
-    side.report(1, opened={"a~0": KVReader(world_rank=1, greeting=b"one")})
+    side.report(1, opened={"a~0": KVReader(world_rank=1, agent_metadata=b"one")})
     assert side.events == []
     side.now = 3.0
-    side.report(0, opened={"a~0": KVReader(world_rank=0, greeting=b"zero", staged_at=64)})
+    side.report(0, opened={"a~0": KVReader(world_rank=0, agent_metadata=b"zero", staged_at=64)})
     [event] = side.events
     assert event.ticket is not None
     assert (event.ticket.blocks, event.ticket.lease_s) == (expect.blocks, LEASE_S - 3.0)
@@ -146,7 +146,7 @@ def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
     assert (side.held, [event.finish for event in side.events]) == (0, ["abort"])
     plan = side.step()
     assert plan.forgets == ["a~0"]
-    side.report(0, opened={"a~0": KVReader(world_rank=0, greeting=b"late")}, arrived=["a~0"])
+    side.report(0, opened={"a~0": KVReader(world_rank=0, agent_metadata=b"late")}, arrived=["a~0"])
     assert (len(side.events), bool(side.scheduler.hand_offs)) == (1, False)
 
 
@@ -475,5 +475,5 @@ def test_lanes_hold_their_own_reservations() -> None:
     assert sorted(expect.lane for expect in expects) == [0, 1]
     for expect in expects:
         rank = expect.lane  # one rank a lane
-        side.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, greeting=b"x")})
+        side.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, agent_metadata=b"x")})
     assert sorted(event.ticket.lane for event in side.events if event.ticket) == [0, 1]
