@@ -63,9 +63,9 @@ def main() -> None:
 def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any]:
     """One hand-off, after one that connects the two sides."""
     with namespaces(asked.rate) as (one, other), sides(asked, chunk, ranges, one, other) as (prefill, decode):
-        hand_over(prefill, decode, 64, "warm")
+        run_handoff(prefill, decode, 64, "warm")
         before = stats_of(prefill)
-        tokens, first_s, second_s = hand_over(prefill, decode, asked.tokens, "timed")
+        tokens, first_s, second_s = run_handoff(prefill, decode, asked.tokens, "timed")
         after = stats_of(prefill)
     moved = {name: after[name] - before[name] for name in ("sent_bytes", "exposed_s", "transfer_s")}
     bits = 8 * moved["sent_bytes"] / moved["transfer_s"] if chunk >= asked.tokens else None
@@ -80,7 +80,7 @@ def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any
     }
 
 
-def hand_over(prefill: Connection, decode: Connection, length: int, name: str) -> tuple[list[int], float, float]:
+def run_handoff(prefill: Connection, decode: Connection, length: int, name: str) -> tuple[list[int], float, float]:
     """A request through both sides, as an ingress takes it; its tokens, and seconds to the first and the second."""
     prompt = [(17 * at + at * at // 7) % 4000 + 50 for at in range(length, 2 * length)]
     request = GenerateRequest(
@@ -156,9 +156,9 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
             elif what == "take":
                 engine.on_ticket_event(TokenEvent.unpack(data))
             else:
-                while engine.stats().hand_offs.sending:  # type: ignore[union-attr]
+                while engine.stats().handoffs.sending:  # type: ignore[union-attr]
                     time.sleep(0.001)
-                pipe.send(engine.stats().hand_offs.model_dump())  # type: ignore[union-attr]
+                pipe.send(engine.stats().handoffs.model_dump())  # type: ignore[union-attr]
     except EOFError:
         engine.close()
 

@@ -46,7 +46,7 @@ class Pools:
     """Called with each event that the decode side tells."""
 
     def submit(self, request: GenerateRequest) -> queue.Queue[TokenEvent]:
-        """The events of a request, which is handed over where the decode side gives a ticket."""
+        """The events of a request, which is handed off where the decode side gives a ticket."""
         events: queue.Queue[TokenEvent] = queue.Queue()
 
         def deliver(event: TokenEvent) -> None:

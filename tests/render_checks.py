@@ -106,7 +106,7 @@ def check_our_rules(manifest: dict[str, Any]) -> None:
         store = int(group["rayStartParams"]["object-store-memory"])
         assert store <= size < memory
         if set(POOLS) & set(args) and group is not head:
-            assert size - store >= num_slots(group) * TRANSFER_BYTES, "ranks hand KV over through shared memory too"
+            assert size - store >= num_slots(group) * TRANSFER_BYTES, "ranks hand off KV through shared memory too"
         environment = {each["name"]: each["value"] for each in container["env"]}
         assert int(environment["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 300
     assert len(images) == 1, "head and workers run one version of Ray"

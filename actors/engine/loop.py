@@ -181,7 +181,7 @@ class StepLoop:
                 tier_late=scheduler.offload.counts.late,
                 tier_hits=dict(scheduler.offload.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
-                hand_offs=None if self.config.pool is None else scheduler.hand_offs.stats(),
+                handoffs=None if self.config.pool is None else scheduler.handoffs.stats(),
             )
 
     def _run(self) -> None:
@@ -193,7 +193,7 @@ class StepLoop:
                 self._look_for_starvation()
                 if self._in_flight:
                     self._take_result()
-                elif self._scheduler.hand_offs:
+                elif self._scheduler.handoffs:
                     self._link.listen(_LISTEN_S)
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
@@ -229,7 +229,7 @@ class StepLoop:
 
     def _has_work(self) -> bool:
         came = self._inbox or self._cancelled or self._ticket_events
-        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.hand_offs)
+        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.handoffs)
 
     def _poll_kv_reports(self) -> None:
         """Take what ranks tell of hand-offs."""

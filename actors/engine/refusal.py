@@ -79,7 +79,7 @@ def check_request(request: GenerateRequest, config: EngineConfig) -> None:
         raise InvalidRequest("max_tokens", request.max_tokens, "must be 0 or more")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequest("timeout_s", request.timeout_s, "must be above 0")
-    _check_hand_off(request, config)
+    _check_handoff(request, config)
     _check_tokens("prompt", request.prompt, config)
     _check_tokens("logit_bias", list(request.sampling.logit_bias), config)
     longest = config.capacity - min(1, request.max_tokens)
@@ -87,11 +87,11 @@ def check_request(request: GenerateRequest, config: EngineConfig) -> None:
         raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.cache_tokens)
 
 
-def _check_hand_off(request: GenerateRequest, config: EngineConfig) -> None:
+def _check_handoff(request: GenerateRequest, config: EngineConfig) -> None:
     ticket, tokens = request.ticket, len(request.prompt)
     for field, asked in (("reserves", request.reserves), ("ticket", ticket is not None)):
         if asked and config.pool is None:
-            raise InvalidRequest(field, asked, "this engine belongs to no pool, so it hands nothing over and takes nothing")
+            raise InvalidRequest(field, asked, "this engine belongs to no pool, so it hands off nothing and takes nothing")
     if ticket is None:
         return
     if request.reserves:

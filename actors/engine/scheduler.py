@@ -26,7 +26,7 @@ from actors.engine.batching.draft import Draft, plan_of
 from actors.engine.batching.lane import Lane, choose
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import Counts
-from actors.engine.disaggregation.hand_offs import HandOffs
+from actors.engine.disaggregation.handoffs import Handoffs
 from actors.engine.disaggregation.reservations import Reservation
 from actors.engine.sequences import answers
 from actors.engine.sequences.answers import ResultMismatch
@@ -52,9 +52,9 @@ class Scheduler:
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
-        self.hand_offs = HandOffs(config, self.lanes)
-        self.reservations, self.outgoing = self.hand_offs.reservations, self.hand_offs.outgoing
-        self.offload = self.hand_offs.offload
+        self.handoffs = Handoffs(config, self.lanes)
+        self.reservations, self.outgoing = self.handoffs.reservations, self.handoffs.outgoing
+        self.offload = self.handoffs.offload
         self._roster = Roster(self.tenants)
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._need_no_step: list[Sequence] = []
@@ -152,7 +152,7 @@ class Scheduler:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
         drafts = [self._draft(lane, now) for lane in self.lanes]
         self._admit(drafts, now)
-        is_due = self.hand_offs.has_updates or any(draft.rows or draft.started for draft in drafts)
+        is_due = self.handoffs.has_updates or any(draft.rows or draft.started for draft in drafts)
         return self._commit(drafts) if is_due else None
 
     def _draft(self, lane: Lane, now: float) -> Draft:
@@ -168,7 +168,7 @@ class Scheduler:
         # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
         for sequence in self.offload.ready(lane.index):
             self._register(sequence)
-            if not self._hands_over(sequence, now):
+            if not self._start_handoff(sequence, now):
                 self._begin(sequence, draft, now)
         for sequence in self.reservations.ready(lane.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
@@ -193,11 +193,11 @@ class Scheduler:
             if num_matched:
                 sequence.state = State.RESERVED
                 self.offload.fetch(sequence, num_matched, now)
-            elif not self._hands_over(sequence, now):
+            elif not self._start_handoff(sequence, now):
                 self._begin(sequence, drafts[lane.index], now)
                 lane.run_chunk(sequence, drafts[lane.index])
 
-    def _hands_over(self, sequence: Sequence, now: float) -> bool:
+    def _start_handoff(self, sequence: Sequence, now: float) -> bool:
         """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
         is_worth, sequence.reserves = self.reservations.is_worth(sequence), False
         if is_worth:
@@ -223,8 +223,8 @@ class Scheduler:
     def _commit(self, drafts: Several[Draft]) -> StepPlan:
         plan = plan_of(drafts, self._ended, next(iter(self._in_flight), self.counts.steps) - 1)
         self._ended = []
-        if self.hand_offs or self.hand_offs.has_updates:
-            plan = plan.model_copy(update=self.hand_offs.drain_updates())
+        if self.handoffs or self.handoffs.has_updates:
+            plan = plan.model_copy(update=self.handoffs.drain_updates())
         sequences = [sequence for draft in drafts for sequence in draft.sequences]
         self._in_flight[plan.step] = list(zip(plan.rows, sequences, strict=True))
         for row, sequence in self._in_flight[plan.step]:
@@ -240,7 +240,7 @@ class Scheduler:
         planned = self._in_flight.pop(result.step)
         self.outgoing.ran(now)
         sampled = {item.sequence_id: item for item in result.sampled}
-        scored = {piece.sequence_id: piece for piece in result.prompt_logprobs}
+        scored = {part.sequence_id: part for part in result.prompt_logprobs}
         events = []
         for row, sequence in planned:
             if sequence.sequence_id != row.sequence_id:  # it ended or was preempted meanwhile

@@ -53,7 +53,7 @@ class KVConnectorWorker:
     def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> KVConnectorWorker:
         """That of the rank of `config`. `name`: the transport's, with its version.
 
-        Raises `ModelError` for a model whose KV cannot be handed over.
+        Raises `ModelError` for a model whose KV cannot be handed off.
         """
         held = next(each for each in holdings(config.spec, side_of(config)) if each.world_rank == config.world_rank)
         compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)

@@ -1,4 +1,4 @@
-"""Ranks that run the plans of a case and hand over what each of them recorded."""
+"""Ranks that run the plans of a case and return what each of them recorded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from actors.verify.routes import LayerRoutes, Routes
 from actors.wire.rank_config import RankConfig, Rendezvous
 
 START, PLAN, TAKE, BYE, QUIT = b"S", b"P", b"T", b"B", b"Q"
-"""To a worker: be a rank, run a plan, hand over the records, stop being a rank, end."""
+"""To a worker: be a rank, run a plan, return the records, stop being a rank, end."""
 READY, RESULT, RECORDS, FAILED, DONE = b"r", b"a", b"t", b"f", b"d"
 """From a worker: the rank stands, an answer, the records, the rank cannot go on, the rank is no more."""
 

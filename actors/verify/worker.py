@@ -66,7 +66,7 @@ def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
 
 
 class _PipeLink:
-    """A `PlanLink` over the pipe, which also hands over what was recorded when it is asked to."""
+    """A `PlanLink` over the pipe, which also returns what was recorded when it is asked to."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -94,7 +94,7 @@ class _PipeLink:
         """No plan asks here."""
 
     def send_kv(self, report: KVReport) -> None:
-        """Nothing is handed over here."""
+        """Nothing is handed off here."""
 
     def send_failure(self, reason: str) -> None:
         self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))

@@ -26,7 +26,7 @@ class RankConfig(BaseModel):
     dtype: DType
     block_size: int
     in_pool: bool = False
-    """Whether it hands KV over to ranks of other replicas or takes it from them."""
+    """Whether it hands off KV to ranks of other replicas or takes it from them."""
     handoff_ranges: int = Field(default=4, ge=1)
     """Ranges of its layers that a hand-off sends one after the other while a step runs; 1: all when its last layer has run."""
     handoff_range_bytes: int = Field(default=1 << 20, ge=1)

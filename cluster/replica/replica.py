@@ -80,7 +80,7 @@ class Replica:
         sent, or when the ingress is gone: the engine then drops the request.
 
         A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
-        The last event of a prompt that was not handed over is returned as well as sent.
+        The last event of a prompt that was not handed off is returned as well as sent.
 
         `avoid` names replicas that refused it, `at` that which shall have it; routers read them, nothing here. `elsewhere`:
         what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more

@@ -77,7 +77,7 @@ class ReplicaSettings(BaseModel):
 
     @property
     def in_pool(self) -> bool:
-        """Whether it hands KV over, or takes it."""
+        """Whether it hands off KV, or takes it."""
         return self.role is not None
 
     @property

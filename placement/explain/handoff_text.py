@@ -16,7 +16,7 @@ from placement.ownership.handoff import Copy, Side, handoff, sequence_bytes
 
 
 @dataclass(frozen=True)
-class HandOff:
+class HandoffExplanation:
     """The copies of a prompt of `tokens` tokens from lane 0 of a prefill replica to lane 0 of a decode replica."""
 
     spec: ModelSpec
@@ -47,13 +47,13 @@ class HandOff:
         return dict(sorted(found.items()))
 
 
-def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandOff:
+def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandoffExplanation:
     """Explain the hand-off between two layouts that have passed `placement.legality.check`; pages of both hold as many
     tokens."""
-    return HandOff(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
+    return HandoffExplanation(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
 
 
-def handoff_json(found: HandOff, name: str) -> dict[str, Any]:
+def handoff_json(found: HandoffExplanation, name: str) -> dict[str, Any]:
     """All of it as plain values; bytes are exact, those a token where they do not divide are floats."""
     return {
         "model": name,
@@ -71,13 +71,13 @@ def handoff_json(found: HandOff, name: str) -> dict[str, Any]:
     }
 
 
-def handoff_text(found: HandOff, name: str) -> str:
+def handoff_text(found: HandoffExplanation, name: str) -> str:
     """The report."""
     sections = (_head(found, name), _copies(found), _ranks(found))
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _head(found: HandOff, name: str) -> Iterator[str]:
+def _head(found: HandoffExplanation, name: str) -> Iterator[str]:
     spec, tokens = found.spec, found.tokens
     yield f"{name}: prefill {found.prefill} hands KV to decode {found.decode}"
     kept = f"2 x {spec.num_kv_heads} KV heads x {spec.kv_dim}" if spec.mla is None else f"a latent of {spec.kv_dim}"
@@ -93,11 +93,11 @@ def _head(found: HandOff, name: str) -> Iterator[str]:
         yield f"  from lane 0 to lane 0 (of lanes: {', '.join(lanes)}); between others the copies are alike"
 
 
-def _sides(found: HandOff) -> tuple[tuple[str, Layout], tuple[str, Layout]]:
+def _sides(found: HandoffExplanation) -> tuple[tuple[str, Layout], tuple[str, Layout]]:
     return ("prefill", found.prefill), ("decode", found.decode)
 
 
-def _copies(found: HandOff) -> Iterator[str]:
+def _copies(found: HandoffExplanation) -> Iterator[str]:
     count = len(found.copies)
     yield f"{count} cop{'y' if count == 1 else 'ies'}"
     heads = "kv heads" if found.spec.mla is None else "latents"
@@ -111,7 +111,7 @@ def _copies(found: HandOff) -> Iterator[str]:
     yield from columns(rows, right={5, 6})
 
 
-def _ranks(found: HandOff) -> Iterator[str]:
+def _ranks(found: HandoffExplanation) -> Iterator[str]:
     """How even the load is."""
     for what, end, layout in (("sends", "source", found.prefill), ("receives", "destination", found.decode)):
         moved = found.bytes_by_rank(end)
@@ -123,7 +123,7 @@ def _ranks(found: HandOff) -> Iterator[str]:
         yield f"{side} rank {most} {what} most: {size_text(moved[most])}, {moved[most] / mean:.2f}x the mean{without}"
 
 
-def _copy_json(found: HandOff, copy: Copy) -> dict[str, Any]:
+def _copy_json(found: HandoffExplanation, copy: Copy) -> dict[str, Any]:
     moved = found.bytes_of(copy)
     return {
         "source": copy.source,

@@ -19,7 +19,7 @@ from placement.nodes.hardware import ClusterSpec, DeviceKind, NodeSpec
 
 MIB, GIB = 2**20, 2**30
 TRANSFER_BYTES = 8 * MIB
-"""Shared memory of a rank that hands KV over, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
+"""Shared memory of a rank that hands off KV, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
 MOST_MACHINES = 10_000
 """Machines of one layout: more are a slip of the pen, and every one would be listed."""
 
@@ -59,11 +59,11 @@ class Machine(BaseModel):
             )
 
     def require_room_for_transfers(self) -> None:
-        """Raise `LayoutError` where its shared memory does not hold what ranks that hand KV over take of it."""
+        """Raise `LayoutError` where its shared memory does not hold what ranks that hand off KV take of it."""
         least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to a half
         if self.shm_bytes < least:
             raise LayoutError(
-                f"{self.slots} ranks that hand KV over take {TRANSFER_BYTES // MIB} MiB of shared memory each, to be left "
+                f"{self.slots} ranks that hand off KV take {TRANSFER_BYTES // MIB} MiB of shared memory each, to be left "
                 f"beside the object store, but a machine of {self.memory_bytes // MIB:,} MiB has {self.shm_bytes // MIB:,} MiB "
                 f"of it, a quarter: give it {4 * least // MIB:,} MiB of memory or more, or fewer slots"
             )

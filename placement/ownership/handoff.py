@@ -108,7 +108,7 @@ def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
     """What each rank of the side's lane keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
     if len(spec.kinds) > 1 or spec.value_dim is not None:
         raise ModelError(
-            f"{spec.family}: handing KV over is not built yet for models whose layers have unlike heads, or values of another "
+            f"{spec.family}: handing off KV is not built yet for models whose layers have unlike heads, or values of another "
             f"size than keys (here {', '.join(map(_heads_text, spec.kinds))}): serve them from one pool, without tiers"
         )
     found = []

@@ -37,7 +37,7 @@ def serve(
     decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example pp=2*1.")] = "",
     mixed: Annotated[str, typer.Option(help="A pool for both, by itself or beside --prefill or --decode.")] = "",
     require_prefill: Annotated[
-        bool, typer.Option("--require-prefill", help="Refuse requests while prompts are not handed over between the pools.")
+        bool, typer.Option("--require-prefill", help="Refuse requests while prompts are not handed off between the pools.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",

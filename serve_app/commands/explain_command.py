@@ -28,13 +28,13 @@ from placement.nodes.hardware import ClusterSpec
 from serve_app.deployment.catalog import resolve
 
 HANDOFF_TOKENS = 4096
-"""Length of the prompt that is handed over, unless `context` says it."""
+"""Length of the prompt that is handed off, unless `context` says it."""
 
 
 class ExplainArgs(BaseModel):
     """What was asked. `context` counts the tokens of a sequence once the step has run; None: only those of the step.
 
-    With `prefill` and `decode` (layouts) it is the length of the prompt that is handed over.
+    With `prefill` and `decode` (layouts) it is the length of the prompt that is handed off.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,7 +114,7 @@ def _pools(args: ExplainArgs) -> list[Layout]:
 def _explain_handoff(args: ExplainArgs, pools: list[Layout], spec: ModelSpec, name: str, as_json_text: bool) -> None:
     tokens = HANDOFF_TOKENS if args.context is None else args.context
     if tokens < 1:
-        raise LayoutError(f"context {tokens}: a prompt that is handed over has at least one token")
+        raise LayoutError(f"context {tokens}: a prompt that is handed off has at least one token")
     found = explain_handoff(spec, pools[0], pools[1], tokens, spec.dtype if args.dtype == "auto" else args.dtype)
     typer.echo(json.dumps(handoff_json(found, name)) if as_json_text else handoff_text(found, name))
 

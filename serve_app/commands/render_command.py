@@ -91,7 +91,7 @@ def render(args: RenderArgs) -> Files:
     for layout in layouts.values():
         require(layout, spec)  # before the machines: they are counted for a layout that can be
         if _in_pools(args):
-            holdings(spec, Side(layout))  # raises where the model's KV cannot be handed over
+            holdings(spec, Side(layout))  # raises where the model's KV cannot be handed off
     deployment = deployment_of(args)
     for pool in deployment.pools:
         require(pool.layout, spec, pool.fleet.cluster)

@@ -37,7 +37,7 @@ class Service:
 
     @property
     def in_pools(self) -> bool:
-        """Whether KV is handed over."""
+        """Whether KV is handed off."""
         return self.engine.in_pool
 
     @property
@@ -76,7 +76,7 @@ def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpe
     if not _pools(args):
         return Service(found)
     for settings in found.values():
-        holdings(settings.spec, Side(settings.layout))  # raises where the model's KV cannot be handed over
+        holdings(settings.spec, Side(settings.layout))  # raises where the model's KV cannot be handed off
     if cluster is not None and devices(args) > sum(node.slots for node in cluster.nodes):
         raise LayoutError(
             f"the pools {' and '.join(map(repr, _pools(args).values()))} are {devices(args)} ranks, but the cluster has "
@@ -88,7 +88,7 @@ def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpe
 
 
 def check_nixl() -> None:
-    """Raise `LayoutError` where this machine cannot run ranks that hand KV over."""
+    """Raise `LayoutError` where this machine cannot run ranks that hand off KV."""
     if not any(find_spec(name) for name in _NIXL):
         raise LayoutError("pools exchange KV over NIXL, which is not installed here: pip install 'shardwright[pools]'")
 
@@ -121,7 +121,7 @@ def _given(args: ServeArgs) -> str:
 
 
 def _check_required(args: ServeArgs, pools: int) -> None:
-    """Raises `LayoutError` where prompts shall be handed over between pools and there are no two."""
+    """Raises `LayoutError` where prompts shall be handed off between pools and there are no two."""
     if args.require_prefill and pools < 2:
         raise LayoutError(
             f"require_prefill needs two pools, and {_given(args) or f'layout={args.layout!r}'} is {pools}: "

@@ -55,7 +55,7 @@ class ServeArgs(BaseModel):
     mixed: str = ""
     """A pool of replicas that do both, by itself or beside the others."""
     require_prefill: bool = False
-    """Whether requests are refused, and the service is not healthy, while prompts are not handed over between the pools."""
+    """Whether requests are refused, and the service is not healthy, while prompts are not handed off between the pools."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Count | None = None

@@ -80,7 +80,7 @@ class HandleBackend:
         """For as long as a replica has a request."""
         return nullcontext()
 
-    def _hand_over(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+    def _run_handoff(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
         """Have a prompt computed by somebody else than the replica that has given the ticket."""
         raise AssertionError(f"a replica of the only pool gave the ticket {ticket.ticket_id}")
 
@@ -97,7 +97,7 @@ class HandleBackend:
         # by id loses all but one of those that wait at once (a request for several choices makes several calls).
         call = Context().run(choice.generate.remote, request.pack(), receiver.reply_to.pack(), **choice.how)
         watch = asyncio.create_task(_watch(call, request, events))
-        handing: asyncio.Task[None] | None = None
+        handoff: asyncio.Task[None] | None = None
         finished = False
         try:
             event = await self._taken(request, events)
@@ -107,14 +107,14 @@ class HandleBackend:
                 if event.refused is not None:
                     raise _refusal(event)
                 if event.ticket is not None:
-                    handing = asyncio.create_task(self._hand_over(choice, event.ticket))
+                    handoff = asyncio.create_task(self._run_handoff(choice, event.ticket))
                 else:
                     yield event
                 event = None
         finally:
             watch.cancel()
-            if handing is not None:  # a prompt that nobody waits for any more; usually it has been sent, and this is no news
-                asyncio.get_running_loop().call_later(_SENT_S if finished else 0, handing.cancel)
+            if handoff is not None:  # a prompt that nobody waits for any more; usually it has been sent, and this is no news
+                asyncio.get_running_loop().call_later(_SENT_S if finished else 0, handoff.cancel)
             receiver.forget(request.request_id)
             if not finished:
                 call.cancel()

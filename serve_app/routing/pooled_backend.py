@@ -22,8 +22,8 @@ from actors.wire.roles import Role, Work
 from cluster.replica.roles import DutyReport
 from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
-from serve_app.routing.handing_over import PrefillReplicas
 from serve_app.routing.handle_backend import Choice, HandleBackend
+from serve_app.routing.handoff import PrefillReplicas
 from serve_app.routing.rendezvous import Rendezvous
 from serve_app.routing.roster import Member, Roster
 
@@ -31,7 +31,7 @@ _FIRST_VERDICT_S = 60.0
 """The HTTP process counts as started after so long even if its pools are not."""
 _TRIAL_S = 20.0
 _TRIAL_PROMPT = [0] * 16
-"""As long as a prompt must be to be handed over."""
+"""As long as a prompt must be to be handed off."""
 _FROM_ANY = -1
 """As `elsewhere`: whatever a replica has to do itself, somebody else computes the prompt."""
 
@@ -47,7 +47,7 @@ class PooledBackend(HandleBackend):
     """Generates on the replicas of several pools, the first of which answers requests if all is well."""
 
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]], wait_s: float, require_prefill: bool = False) -> None:
-        """`wait_s`: see `HandleBackend`. `require_prefill`: refuse requests while prompts are not handed over."""
+        """`wait_s`: see `HandleBackend`. `require_prefill`: refuse requests while prompts are not handed off."""
         super().__init__(next(iter(pools.values())), wait_s)
         self._roster, self._requires = Roster(pools), require_prefill
         self._prefill = PrefillReplicas(self._roster)
@@ -57,14 +57,14 @@ class PooledBackend(HandleBackend):
         self._has_waited = False
 
     async def started(self) -> None:
-        """Return once a prompt has been handed over, or was tried to be; later, at once."""
+        """Return once a prompt has been handed off, or was tried to be; later, at once."""
         self._watching()
         if not self._has_waited:
             self._has_waited = True
             await self._rendezvous.first(_FIRST_VERDICT_S)
 
     async def health(self) -> Health:
-        """Healthy while a replica that takes requests is, and prompts are handed over or need not be."""
+        """Healthy while a replica that takes requests is, and prompts are handed off or need not be."""
         self._watching()
         await self._roster.refresh()
         able = self._roster.able(Work.REQUEST)
@@ -73,10 +73,10 @@ class PooledBackend(HandleBackend):
             return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
         failure = self._rendezvous.failure
         ok = self._rendezvous.is_tried and not (failure and self._requires)
-        return Health(ok=ok, reason=f"prompts are not handed over: {failure}" if failure else "", replicas=len(able))
+        return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else "", replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
-        """Whether prompts are handed over."""
+        """Whether prompts are handed off."""
         return self._rendezvous.gauges()
 
     async def roles(self) -> list[DutyReport]:
@@ -94,7 +94,7 @@ class PooledBackend(HandleBackend):
         if refused_by or not self._roster.is_known:
             await self._roster.refresh()
         if self._requires and self._rendezvous.failure:
-            raise BackendRefused("engine_down", f"prompts are not handed over: {self._rendezvous.failure}")
+            raise BackendRefused("engine_down", f"prompts are not handed off: {self._rendezvous.failure}")
         member = self._roster.least_busy(self._roster.able(Work.REQUEST, refused_by))
         if member is not None:
             return self._by(member, request, self._rendezvous.heard)
@@ -116,7 +116,7 @@ class PooledBackend(HandleBackend):
     def _giving(self, choice: Choice) -> AbstractContextManager[None]:
         return self._roster.giving(choice.at)
 
-    def _hand_over(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+    def _run_handoff(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
         assert isinstance(choice, PooledChoice)
         return self._prefill.run(choice.request, ticket, choice.at, choice.ended)
 
@@ -145,7 +145,7 @@ class PooledBackend(HandleBackend):
         return next((each for each in able if self._roster.able_for(each.name)), None)
 
     async def _attempt(self) -> str:
-        """Hand a prompt over. What was amiss, if anything."""
+        """Hand off a prompt. What was amiss, if anything."""
         member, name = self._pair(), secrets.token_hex(8)
         if member is None:
             return "no other replica takes prompts"
@@ -162,7 +162,7 @@ class PooledBackend(HandleBackend):
         except BackendRefused as refused:
             return refused.message
         except TimeoutError:
-            return f"a prompt of {len(_TRIAL_PROMPT)} tokens was not handed over within {_TRIAL_S:g} s"
+            return f"a prompt of {len(_TRIAL_PROMPT)} tokens was not handed off within {_TRIAL_S:g} s"
 
     async def _error_of(self, choice: Choice) -> str | None:
         async with aclosing(self._ask(choice)) as events:

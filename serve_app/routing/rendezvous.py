@@ -1,7 +1,7 @@
 """Whether prompts get from one pool to another: tried with a request of our own at start, and again after every fault.
 
 not tried ──trial──→ works ←──trial, or a prompt of anybody's──┐
-              │        │ a prompt was not handed over: trial    │
+              │        │ a prompt was not handed off: trial    │
               └────────┴──trial failed, or nobody takes prompts─→ fails: tried again from time to time
 """
 
@@ -17,7 +17,7 @@ log = logging.getLogger("shardwright.pools")
 _LOOK_EVERY_S = 1.0
 _TRY_EVERY_S = 10.0
 """Between trials of what fails."""
-NOT_TRIED = "no prompt has been handed over between the pools yet"
+NOT_TRIED = "no prompt has been handed off between the pools yet"
 
 
 class Rendezvous:
@@ -32,7 +32,7 @@ class Rendezvous:
 
     @property
     def failure(self) -> str:
-        """Why prompts are not handed over; empty where they are."""
+        """Why prompts are not handed off; empty where they are."""
         return self._failure
 
     @property
@@ -52,11 +52,11 @@ class Rendezvous:
             self._is_suspect = True
 
     def judge(self, failure: str) -> None:
-        """This is the verdict; empty: they are handed over."""
+        """This is the verdict; empty: they are handed off."""
         if failure and failure != self._failure:
-            log.warning("prompts are not handed over between the pools, decode replicas compute them: %s", failure)
+            log.warning("prompts are not handed off between the pools, decode replicas compute them: %s", failure)
         elif self._failure and not failure and self._first.is_set():
-            log.warning("prompts are handed over between the pools again")
+            log.warning("prompts are handed off between the pools again")
         self._failure = failure
         self._is_suspect = self._is_suspect and bool(failure)
         self._first.set()
@@ -68,7 +68,7 @@ class Rendezvous:
                 async with asyncio.timeout(within_s):
                     await self._first.wait()
             except TimeoutError:
-                log.warning("whether prompts are handed over is not known after %g s", within_s)
+                log.warning("whether prompts are handed off is not known after %g s", within_s)
 
     async def keep_true(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
         """For as long as the process lives. `look` says what must fail without a trial, None: it is too early for one; a trial
@@ -82,7 +82,7 @@ class Rendezvous:
                     self._tried_at, self._is_suspect = time.monotonic(), False
                     self.judge(await attempt())
             except Exception:
-                log.exception("whether prompts are handed over could not be tried")
+                log.exception("whether prompts are handed off could not be tried")
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _is_due(self) -> bool:

@@ -69,7 +69,7 @@ def without_prefill_there_is_no_service(server: Server) -> None:
     """C05: where a prefill pool is required and gone, nothing is ready, requests are refused, and none hangs."""
     replica(server, "Prefill").send_signal(signal.SIGKILL)
     wait_until(lambda: server.health() == 503, 15, lambda: server.client.get("/health").text)
-    assert "prompts are not handed over: no other replica takes prompts" in server.client.get("/health").json()["reason"]
+    assert "prompts are not handed off: no other replica takes prompts" in server.client.get("/health").json()["reason"]
     began = time.monotonic()
     refused = server.client.post("/v1/completions", json={"prompt": STORY, "max_tokens": 4})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_down")

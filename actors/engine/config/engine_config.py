@@ -18,13 +18,13 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Pool(BaseModel):
-    """What an engine of a pool must know beside its sizes, to hand KV over or to take it."""
+    """What an engine of a pool must know beside its sizes, to hand off KV or to take it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layout: Layout
     least_tokens: Positive = 16
-    """A prompt is handed over if at least so many of its tokens are not in the decode side's cache: a block's worth."""
+    """A prompt is handed off if at least so many of its tokens are not in the decode side's cache: a block's worth."""
     expected_tokens: Positive = 128
     """Tokens of output for which blocks are reserved together with the prompt's."""
     lease_s: Seconds = 60.0
@@ -116,7 +116,7 @@ class EngineConfig(BaseModel):
     tiers: Tiering | None = None
     """None: blocks do not outlive the device."""
     pool: Pool | None = None
-    """None: this engine neither hands KV over nor takes it."""
+    """None: this engine neither hands off KV nor takes it."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
 

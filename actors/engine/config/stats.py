@@ -65,7 +65,7 @@ class ExpertStats(BaseModel):
         return found
 
 
-class HandOffStats(BaseModel):
+class HandoffStats(BaseModel):
     """Hand-offs of one engine of a pool. Counters rise from the start of its ranks; bytes and seconds are sums over ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,13 +143,13 @@ class EngineStats(BaseModel):
     """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), those missed, and those not written."""
     experts: ExpertStats | None = None
     """None where experts are not balanced."""
-    hand_offs: HandOffStats | None = None
+    handoffs: HandoffStats | None = None
     """None for an engine that belongs to no pool."""
 
     def gauges(self) -> dict[str, float]:
         """The numbers that are one number, and those of experts by layer and rank: ``experts_sent_bytes:rank=3``."""
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
-        handed = {} if self.hand_offs is None else self.hand_offs.model_dump()
-        plain |= {f"handoff_{name}": float(value) for name, value in handed.items()}
+        handoff = {} if self.handoffs is None else self.handoffs.model_dump()
+        plain |= {f"handoff_{name}": float(value) for name, value in handoff.items()}
         plain |= {f"tier_pieces:tier={tier}": float(count) for tier, count in self.tier_hits.items()}
         return plain | (self.experts.gauges() if self.experts is not None else {})

@@ -1,4 +1,4 @@
-"""What an engine of a prefill pool has yet to send: blocks that stay where they are until every rank has sent its part.
+"""Prefill side of prefill/decode disaggregation: what an engine has yet to send, blocks that stay where they are until every rank has sent its part.
 
     begin ──→ COMPUTING ──first token──→ SENDING ──all ranks done──→ DONE   last event: ``handoff``
                   │                        │

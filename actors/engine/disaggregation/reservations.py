@@ -1,4 +1,4 @@
-"""Blocks that an engine of a decode pool has reserved for prompts which a prefill pool computes.
+"""Decode side of prefill/decode disaggregation: blocks that an engine has reserved for prompts which a prefill pool computes.
 
     reserve ──→ ASKED ──all ranks ready──→ OPEN ──first token, and all bytes here──→ DONE   (the sequence runs)
                   │                         │
@@ -112,7 +112,7 @@ class Reservations:
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """The rule: a prompt is handed over if this engine has `Pool.least_tokens` of it or more in neither cache nor tiers."""
+        """The rule: a prompt is handed off if this engine has `Pool.least_tokens` of it or more in neither cache nor tiers."""
         pool = self._config.pool
         return pool is not None and sequence.reserves and sequence.todo >= pool.least_tokens
 

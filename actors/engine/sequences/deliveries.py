@@ -18,7 +18,7 @@ class Deliveries:
     """The callbacks of live requests. Events of a request that is not live any more are dropped."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
-        """`flush`: called after the events of a step were handed over, so that receivers can send them on together."""
+        """`flush`: called after the events of a step were delivered, so that receivers can send them on together."""
         self._flush = flush
         self._lock = threading.RLock()
         """Held while calling, so that no event of a request can follow its last one."""
@@ -32,7 +32,7 @@ class Deliveries:
         self._callbacks[request_id] = deliver
 
     def deliver(self, events: Iterable[TokenEvent]) -> list[str]:
-        """Hand over the events of a step. Requests whose receivers raised: struck off, and to be cancelled."""
+        """Deliver the events of a step. Requests whose receivers raised: struck off, and to be cancelled."""
         with self._lock:
             raised = [event.request_id for event in events if not self._deliver(event)]
         self._flush()

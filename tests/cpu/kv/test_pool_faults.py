@@ -71,7 +71,7 @@ def test_faults_at_every_state(expected: dict[int, list[int]], prefill: str, dec
         assert time.monotonic() - began < 90
         both.wait_until_idle(2 * (LEASE_S + GRACE_S) + 5)
         assert all(events.empty() for events in waiting.values()), "something was said after the end"
-        into, out = both.decode.engine.stats().hand_offs, both.prefill.engine.stats().hand_offs
+        into, out = both.decode.engine.stats().handoffs, both.prefill.engine.stats().handoffs
         assert (into.reserved, into.draining, out.sending) == (0, 0, 0)
         assert min(into.fallen_back, 2 * into.received, 5 * into.outlived, 2 * out.failed) > count / 8
         unmet = STATES - injector.hits.keys()
@@ -80,7 +80,7 @@ def test_faults_at_every_state(expected: dict[int, list[int]], prefill: str, dec
         for number, events in waiting.items():
             check(number, "none", both.decode.finish(events), expected[number])
         both.wait_until_idle()
-        assert both.decode.engine.stats().hand_offs.received - into.received > 50  # the others were late: a busy machine
+        assert both.decode.engine.stats().handoffs.received - into.received > 50  # the others were late: a busy machine
 
 
 def check(number: int, fault: str, found: TokenEvent, right: list[int]) -> None:
@@ -136,10 +136,10 @@ def test_what_ends_between_the_two_sides_holds_nothing_on_either(expected: dict[
             with pytest.raises(RequestRefused):
                 both.submit(request(number, "refused here").model_copy(update=bad))
         assert len(both.tickets) == 100
-        assert (decode.stats().hand_offs.outlived, prefill.stats().hand_offs.sending) == (0, 0)
-        before = decode.stats().hand_offs.received
+        assert (decode.stats().handoffs.outlived, prefill.stats().handoffs.sending) == (0, 0)
+        before = decode.stats().handoffs.received
         check(200, "none", both.run(request(200, "none")), expected[200])
-        assert decode.stats().hand_offs.received == before + 1
+        assert decode.stats().handoffs.received == before + 1
 
 
 def test_a_prefill_replica_that_freezes_after_its_first_heartbeat_costs_its_silence(expected: dict[int, list[int]]) -> None:
@@ -152,7 +152,7 @@ def test_a_prefill_replica_that_freezes_after_its_first_heartbeat_costs_its_sile
         for number, events in waiting.items():
             check(number, "none", both.decode.finish(events), expected[number])
         assert time.monotonic() - began < 20
-        stats = both.decode.engine.stats().hand_offs
+        stats = both.decode.engine.stats().handoffs
         assert (stats.received, stats.fallen_back) == (0, len(both.tickets))
         both.wait_until_idle(20)
 
@@ -186,10 +186,10 @@ def test_a_prefill_replica_that_dies_costs_time_only(expected: dict[int, list[in
         waiting = {number: both.submit(request(number, "none")) for number in range(20)}
         for number, events in waiting.items():
             check(number, "none", both.decode.finish(events), expected[number])
-        stats = both.decode.engine.stats().hand_offs
+        stats = both.decode.engine.stats().handoffs
         assert stats.fallen_back > 0
         deadline = time.monotonic() + LEASE_S + GRACE_S + 5
-        while both.decode.engine.stats().hand_offs.draining:
+        while both.decode.engine.stats().handoffs.draining:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         held = both.decode.engine.stats()
@@ -203,7 +203,7 @@ def test_a_decode_replica_that_dies_frees_the_prefill_side() -> None:
         for events in waiting.values():
             assert both.decode.finish(events).finish in ("length", "error")
         deadline = time.monotonic() + LEASE_S + GRACE_S + 5
-        while both.prefill.engine.stats().hand_offs.sending or both.prefill.engine.stats().running:
+        while both.prefill.engine.stats().handoffs.sending or both.prefill.engine.stats().running:
             assert time.monotonic() < deadline, both.prefill.engine.stats()
             time.sleep(0.01)
         held = both.prefill.engine.stats()

@@ -95,7 +95,7 @@ def test_tokens_equal_those_of_one_rank(at: int, prefill: str, decode: str) -> N
             for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
                 assert (ours.token, ours.logprob) == (theirs.token, pytest.approx(theirs.logprob, abs=1e-4))
         both.wait_until_idle()
-        into, out = both.decode.engine.stats().hand_offs, both.prefill.engine.stats().hand_offs
+        into, out = both.decode.engine.stats().handoffs, both.prefill.engine.stats().handoffs
     assert (into.received, into.fallen_back, out.sent, out.failed) == (len(LENGTHS), 0, len(LENGTHS), 0)
     there = Side(Layout.parse(decode), other_page)
     units = sum(len(kept(spec, there, length)) for length in LENGTHS)
@@ -120,10 +120,10 @@ def test_heads_replicated_beyond_their_number_and_unlike_pages(name: str, pages:
             with pools(model_of(name), prefill, decode, config(pages[0]), config(pages[1])) as both:
                 waiting = [both.submit(greedy(length)) for length in lengths]
                 assert [both.decode.finish(events).tokens for events in waiting] == expected, (prefill, decode)
-                assert both.decode.engine.stats().hand_offs.received == len(lengths)
+                assert both.decode.engine.stats().handoffs.received == len(lengths)
 
 
-def test_a_prompt_that_the_decode_side_holds_is_not_handed_over() -> None:
+def test_a_prompt_that_the_decode_side_holds_is_not_handed_off() -> None:
     model, first = tiny("llama3"), greedy(64)
     longer = greedy(64, request_id="longer", prompt=[*first.prompt, *range(1, 40)])
     barely = greedy(64, request_id="barely", prompt=[*first.prompt, *range(1, 40), 5, 6])
@@ -145,7 +145,7 @@ def test_prompt_logprobs_come_from_the_prefill_side() -> None:
         expected = replica.run(on_prefill_request)
     with pools(tiny("llama3"), "tp=2", "cp=2", config(16), config(16)) as both:
         found = both.run(on_prefill_request)
-        assert both.decode.engine.stats().hand_offs.received == 1
+        assert both.decode.engine.stats().handoffs.received == 1
     assert found.tokens == expected.tokens
     assert found.prompt_logprobs[0] is None
     for ours, theirs in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
@@ -160,12 +160,12 @@ def test_a_model_with_experts(prefill: str, decode: str) -> None:
     with pools(tiny("mixtral"), prefill, decode, config(16), config(16)) as both:
         waiting = [both.submit(greedy(length)) for length in LENGTHS]
         assert [both.decode.finish(events).tokens for events in waiting] == expected
-        assert both.decode.engine.stats().hand_offs.received == len(LENGTHS)
+        assert both.decode.engine.stats().handoffs.received == len(LENGTHS)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("attn_dp=2", "tp=3"), ("pp=3", "cp=2")])
 def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, decode: str) -> None:
-    """A prompt's front comes from the tiers of the prefill side, the rest is computed, and all of it is handed over. What
+    """A prompt's front comes from the tiers of the prefill side, the rest is computed, and all of it is handed off. What
     preemptions on the decode side lose comes back from its own."""
     model, texts = tiny("llama3"), prompts(7, 14)
     expected = answers(model, texts)
@@ -176,7 +176,7 @@ def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, dec
             waiting = [both.submit(request(f"{turn}-{at}", text)) for at, text in enumerate(texts)]
             assert [both.decode.finish(events).tokens for events in waiting] == expected
         both.wait_until_idle()
-        assert both.decode.engine.stats().hand_offs.received > len(texts)
+        assert both.decode.engine.stats().handoffs.received > len(texts)
         assert both.prefill.engine.stats().tier_found_tokens > 0
 
 
@@ -188,7 +188,7 @@ def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
     with pools(tiny("llama3"), "", "tp=2", config(16), config(16)) as both:
         found = both.run(on_prefill_request)
         both.wait_until_idle()
-        stats = both.decode.engine.stats().hand_offs
+        stats = both.decode.engine.stats().handoffs
         assert (stats.reserved, stats.draining) == (0, 0)
     assert (found.tokens, found.finish) == ([first], "stop" if max_tokens > 1 else "length")
 
@@ -216,10 +216,10 @@ def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
         both.wait_until_idle()
         stats = both.decode.engine.stats()
     assert stats.preemptions > 0
-    assert stats.hand_offs.received > 30
+    assert stats.handoffs.received > 30
 
 
-def test_engines_of_no_pool_refuse_hand_offs() -> None:
+def test_engines_of_no_pool_refuse_handoffs() -> None:
     with in_process(tiny("llama3"), "", config(16)) as replica, pytest.raises(InvalidRequest, match="belongs to no pool"):
         replica.run(greedy(16, reserves=True))
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused_with_its_numbers(more: dict[str, Any], said: 
         render(args(**more))
 
 
-def test_a_model_whose_kv_cannot_be_handed_over_is_refused() -> None:
+def test_a_model_whose_kv_cannot_be_handed_off_is_refused() -> None:
     with pytest.raises(ModelError, match="hand"):
         render(args(model=str(tiny("mimo_v2").folder), prefill="tp=1", decode="pp=2"))
 

@@ -1,4 +1,4 @@
-"""Hand-offs as the scheduler sees them: who holds which blocks in every state, and which event comes when."""
+"""Prefill/decode disaggregation as the scheduler sees it: who holds which blocks in every state, and which event comes when."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_it_runs_when_all_has_arrived_and_the_first_token_is_there(order: tuple[
         side.step()
     assert [event.tokens for event in side.events] == [[5], [7], [7], [7]]
     assert side.events[-1].finish == "length"
-    assert (side.held, side.scheduler.num_live, bool(side.scheduler.hand_offs)) == (0, 0, False)
+    assert (side.held, side.scheduler.num_live, bool(side.scheduler.handoffs)) == (0, 0, False)
 
 
 def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
@@ -147,7 +147,7 @@ def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
     plan = side.step()
     assert plan.forgets == ["a~0"]
     side.report(0, opened={"a~0": KVReader(world_rank=0, agent_metadata=b"late")}, arrived=["a~0"])
-    assert (len(side.events), bool(side.scheduler.hand_offs)) == (1, False)
+    assert (len(side.events), bool(side.scheduler.handoffs)) == (1, False)
 
 
 @pytest.mark.parametrize("how", ["handoff", "abort", "deadline", "refused", "arrived", "lease"])
@@ -156,7 +156,7 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     side.opened()
     side.cancel()
     assert side.events[-1].finish == "abort"
-    assert (side.held, side.scheduler.hand_offs.stats().draining) == (4, 1)
+    assert (side.held, side.scheduler.handoffs.stats().draining) == (4, 1)
     if how == "refused":
         side.take(finish="error", refused="engine_busy")
     elif how == "arrived":
@@ -169,10 +169,10 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
         assert (side.plan(), side.held) == (None, 4)
         side.now += 0.2
         side.events += side.scheduler.reap(side.now)
-        assert side.scheduler.hand_offs.stats().outlived == 1
+        assert side.scheduler.handoffs.stats().outlived == 1
     else:
         side.take(finish=how)
-    assert (side.held, bool(side.scheduler.hand_offs)) == (0, False)
+    assert (side.held, bool(side.scheduler.handoffs)) == (0, False)
     plan = side.plan()
     assert (plan.forgets if plan else []) == ([] if how == "arrived" else ["a~0"])
     assert len(side.events) == 1
@@ -208,8 +208,8 @@ def test_silence_after_a_heartbeat_costs_less_than_the_lease(last: str) -> None:
         side.report(rank, arrived=["a~0"])
     plan = side.plan()
     assert bool(plan and plan.started) == (last != "handoff"), "a ticket that is all sent needs no heartbeat"
-    assert side.scheduler.hand_offs.stats().fallen_back == (last in ("heartbeat", "token"))
-    assert side.scheduler.hand_offs.stats().draining == (last in ("heartbeat", "token")), "somebody may still write"
+    assert side.scheduler.handoffs.stats().fallen_back == (last in ("heartbeat", "token"))
+    assert side.scheduler.handoffs.stats().draining == (last in ("heartbeat", "token")), "somebody may still write"
 
 
 def patient() -> EngineConfig:
@@ -260,7 +260,7 @@ def test_a_prompt_that_does_not_come_is_computed_here(how: str, token_came: bool
     assert [start.tokens for start in plan.started] == [tokens]
     assert held_before == (4 if how in ("late", "lost") else 0)  # the old ones, where somebody may write to them
     assert side.held == held_before + 3
-    stats = side.scheduler.hand_offs.stats()
+    stats = side.scheduler.handoffs.stats()
     assert (stats.fallen_back, stats.received, stats.reserved) == (1, 0, 0)
 
 
@@ -296,7 +296,7 @@ def test_short_prompts_and_those_that_are_cached_are_computed_here() -> None:
 
 
 @pytest.mark.parametrize(("length", "found", "first"), [(20, 2, 8), (20, 1, 4), (20, 0, 0), (11, 2, None), (11, 0, 0)])
-def test_tiers_are_read_first_and_the_rest_is_handed_over_if_it_is_worth_it(length: int, found: int, first: int | None) -> None:
+def test_tiers_are_read_first_and_the_rest_is_handed_off_if_it_is_worth_it(length: int, found: int, first: int | None) -> None:
     """Two blocks were put away and have left the device since; of the second and third prompt too few tokens remain."""
     side = tiered_side()
     side.add(request(prompt=list(range(9)) + list(range(30, 30 + length - 9)), reserves=True))
@@ -383,9 +383,9 @@ def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
     assert side.held == 3
     side.report(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
     assert [event.finish for event in side.events] == [None, "handoff"]
-    stats = side.scheduler.hand_offs.stats()
+    stats = side.scheduler.handoffs.stats()
     assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
-    assert (side.held, side.scheduler.lanes[0].pool.num_cached, bool(side.scheduler.hand_offs)) == (0, 2, False)
+    assert (side.held, side.scheduler.lanes[0].pool.num_cached, bool(side.scheduler.handoffs)) == (0, 2, False)
 
 
 def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> None:
@@ -404,7 +404,7 @@ def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> 
 
 @pytest.mark.parametrize("when", ["computing", "sending"])
 @pytest.mark.parametrize("how", ["cancel", "rank", "deadline"])
-def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> None:
+def test_a_handoff_that_stops_ends_when_no_rank_writes(when: str, how: str) -> None:
     side = Side()
     side.add(request(ticket=ticket()))
     side.step()
@@ -427,7 +427,7 @@ def test_a_hand_off_that_stops_ends_when_no_rank_writes(when: str, how: str) -> 
     for rank in waiting:
         side.report(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
     assert side.events[-1].finish == ("deadline" if how == "deadline" else "abort")
-    assert (side.held, bool(side.scheduler.hand_offs)) == (0, False)
+    assert (side.held, bool(side.scheduler.handoffs)) == (0, False)
 
 
 def test_a_request_in_the_queue_ends_at_once() -> None:
@@ -435,7 +435,7 @@ def test_a_request_in_the_queue_ends_at_once() -> None:
     side.add(request(ticket=ticket()))
     side.cancel()
     assert [event.finish for event in side.events] == ["abort"]
-    assert not side.scheduler.hand_offs
+    assert not side.scheduler.handoffs
 
 
 def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:

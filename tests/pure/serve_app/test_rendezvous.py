@@ -1,4 +1,4 @@
-"""Prompts are tried to be handed over before the service is ready, and again when something is amiss: replicas are fakes."""
+"""Prompts are tried to be handed off before the service is ready, and again when something is amiss: replicas are fakes."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.routing.roster._FRESH_S", 0.0)
 
 
-async def test_nothing_is_ready_before_a_prompt_was_handed_over() -> None:
+async def test_nothing_is_ready_before_a_prompt_was_handed_off() -> None:
     async with pair() as both:
         both.prefill.down["b"] = "starting"
-        assert await both.backend.health() == Health(False, f"prompts are not handed over: {rendezvous.NOT_TRIED}", 1)
+        assert await both.backend.health() == Health(False, f"prompts are not handed off: {rendezvous.NOT_TRIED}", 1)
         assert both.backend.gauges() == {"handoff_works": 0.0}
         both.prefill.down.clear()
         await both.backend.started()
@@ -110,7 +110,7 @@ async def test_a_trial_that_fails_is_told_and_tried_again(require_prefill: bool,
     async with pair(require_prefill) as both:
         both.fault = UNLIKE
         await both.backend.started()
-        assert await both.backend.health() == Health(not require_prefill, f"prompts are not handed over: {UNLIKE}", 1)
+        assert await both.backend.health() == Health(not require_prefill, f"prompts are not handed off: {UNLIKE}", 1)
         assert UNLIKE in caplog.text
         assert both.backend.gauges() == {"handoff_works": 0.0}
         if require_prefill:
@@ -135,7 +135,7 @@ async def test_prefill_fails_on_the_third_of_ten_and_then_altogether(require_pre
         assert (await both.backend.health()).reason == ""
         both.prefill.duties.clear()
         found = await both.until(lambda found: bool(found.reason))
-        assert found == Health(not require_prefill, "prompts are not handed over: no other replica takes prompts", 1)
+        assert found == Health(not require_prefill, "prompts are not handed off: no other replica takes prompts", 1)
         asked = len(both.prefill.asked)
         for _ in range(5):
             if require_prefill:
@@ -151,14 +151,14 @@ async def test_a_fault_of_one_prompt_calls_for_a_trial_at_once() -> None:
         await both.backend.started()
         both.fault = "it broke"
         await both.ask()
-        assert (await both.until(lambda found: bool(found.reason))).reason == "prompts are not handed over: it broke"
+        assert (await both.until(lambda found: bool(found.reason))).reason == "prompts are not handed off: it broke"
 
 
 async def test_a_prefill_pool_that_never_comes_is_a_verdict() -> None:
     async with pair(wait_s=0.1) as both:
         both.prefill.duties.clear()
         await asyncio.wait_for(both.backend.started(), WAIT_S)
-        assert await both.backend.health() == Health(True, "prompts are not handed over: no other replica takes prompts", 1)
+        assert await both.backend.health() == Health(True, "prompts are not handed off: no other replica takes prompts", 1)
 
 
 async def test_the_last_replica_that_takes_requests_keeps_its_role() -> None:

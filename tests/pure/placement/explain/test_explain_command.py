@@ -134,7 +134,7 @@ def test_of_weights_that_are_not_all_there_nothing_is_asked(command: Command, mo
 # Hand-off
 
 
-def test_a_hand_off_as_text_and_as_json(command: Command, model: Path) -> None:
+def test_a_handoff_as_text_and_as_json(command: Command, model: Path) -> None:
     pools = ("--prefill", "tp=2", "--decode", "pp=2", "--context", "100")
     status, out, _ = command(model, *pools)
     assert status == 0
@@ -157,7 +157,7 @@ def test_a_hand_off_as_text_and_as_json(command: Command, model: Path) -> None:
         (["--prefill", "tp=2", "--decode", "tp=x"], "tp is 'x'"),
     ],
 )
-def test_a_mistake_in_a_hand_off_is_status_two(command: Command, model: Path, arguments: list[str], said: str) -> None:
+def test_a_mistake_in_a_handoff_is_status_two(command: Command, model: Path, arguments: list[str], said: str) -> None:
     status, _, err = command(model, *arguments)
     assert status == 2
     assert said in err

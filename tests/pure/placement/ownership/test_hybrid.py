@@ -231,6 +231,6 @@ def test_explain_shows_both_kinds(spec: ModelSpec) -> None:
     assert (rank["window_q_heads"], rank["window_kv_heads"]) == ([60, 61, 62, 63], [7])
 
 
-def test_a_hand_off_is_refused(spec: ModelSpec) -> None:
+def test_a_handoff_is_refused(spec: ModelSpec) -> None:
     with pytest.raises(ModelError, match=r"not built yet .* 4 KV heads, keys of 192 and values of 128, window 8 KV heads"):
         handoff(spec, Side(Layout(tp=2)), Side(Layout(pp=2)), range(20))

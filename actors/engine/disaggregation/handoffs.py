@@ -1,4 +1,4 @@
-"""Everything of an engine that waits for others: prompts on their way in, prompts on their way out, blocks that are fetched.
+"""Prefill/decode disaggregation and KV offloading in the engine: prompts on their way in, prompts on their way out, blocks that are fetched.
 
 Three books, each with its own states; together they say what the next plan tells the ranks, and what there is to count.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig
-from actors.engine.config.stats import HandOffStats
+from actors.engine.config.stats import HandoffStats
 from actors.engine.disaggregation.offload_manager import KVOffloadManager
 from actors.engine.disaggregation.outgoing import Outgoings
 from actors.engine.disaggregation.reservations import Reservations
 
 
-class HandOffs:
+class Handoffs:
     """The books. The scheduler writes in each of them directly."""
 
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
@@ -40,11 +40,11 @@ class HandOffs:
         offload.saves, offload.fetches = [], []
         return updates
 
-    def stats(self) -> HandOffStats:
+    def stats(self) -> HandoffStats:
         """Numbers of both sides of hand-offs."""
         into, out = self.reservations.counts, self.outgoing.counts
         reserved = sum(made.is_live for made in self.reservations)
-        return HandOffStats(
+        return HandoffStats(
             reserved=reserved,
             draining=len(self.reservations) - reserved,
             sending=len(self.outgoing),

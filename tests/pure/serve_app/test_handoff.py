@@ -20,7 +20,7 @@ from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing.backend import BackendRefused
-from serve_app.routing.handing_over import PrefillReplicas
+from serve_app.routing.handoff import PrefillReplicas
 from serve_app.routing.pooled_backend import PooledBackend
 from serve_app.routing.roster import Roster
 from tests.handles import Handle
@@ -44,7 +44,7 @@ async def decode_side() -> AsyncIterator[tuple[KVTicket, asyncio.Queue[TokenEven
 REQUEST = GenerateRequest(request_id="r", prompt=[1, 2, 3], max_tokens=4, reserves=True)
 
 
-async def hand_over(handle: Handle, ticket: KVTicket) -> list[str | None]:
+async def run_handoff(handle: Handle, ticket: KVTicket) -> list[str | None]:
     """What is told of how it ended."""
     ended: list[str | None] = []
     roster = Roster({PREFILL: handle})  # type: ignore[dict-item]
@@ -63,7 +63,7 @@ async def test_the_prefill_replica_gets_the_request_under_the_tickets_name() -> 
 
     async with decode_side() as (ticket, said):
         handle = Handle(takes, one=Role.PREFILL)
-        assert await hand_over(handle, ticket) == [None]
+        assert await run_handoff(handle, ticket) == [None]
         [(asked, _)] = handle.asked
         assert (asked.request_id, asked.ticket, asked.reserves, asked.max_tokens) == ("r~0", ticket, False, 4)
         assert said.empty()
@@ -76,7 +76,7 @@ async def test_a_replica_that_refuses_is_passed_over_and_the_last_refusal_is_tol
 
     async with decode_side() as (ticket, said):
         handle = Handle(refuses, one=Role.PREFILL, two=Role.MIXED, three=Role.DECODE)
-        assert await hand_over(handle, ticket) == ["no other replica takes prompts"]
+        assert await run_handoff(handle, ticket) == ["no other replica takes prompts"]
         assert {how["at"] for _, how in handle.asked} == {"one", "two"}
         event = await asyncio.wait_for(said.get(), WAIT_S)
         assert (event.request_id, event.refused) == ("r~0", "engine_down")  # so nobody writes into the blocks
@@ -87,7 +87,7 @@ async def test_a_replica_that_dies_is_told_of_as_one_that_may_still_write() -> N
         raise RayActorError()
 
     async with decode_side() as (ticket, said):
-        assert await hand_over(Handle(dies, one=Role.PREFILL), ticket) == ["the prefill replica one was lost: RayActorError"]
+        assert await run_handoff(Handle(dies, one=Role.PREFILL), ticket) == ["the prefill replica one was lost: RayActorError"]
         event = await asyncio.wait_for(said.get(), WAIT_S)
         assert (event.finish, event.refused) == ("error", None)
         assert "the prefill replica one was lost" in event.error
@@ -100,7 +100,7 @@ async def test_what_a_replica_has_told_itself_is_not_told_again() -> None:
         return TokenEvent(request_id=request.request_id, finish="abort", error="model digests differ: a and b").pack()
 
     async with decode_side() as (ticket, said):
-        assert await hand_over(Handle(fails, one=Role.PREFILL), ticket) == ["model digests differ: a and b"]
+        assert await run_handoff(Handle(fails, one=Role.PREFILL), ticket) == ["model digests differ: a and b"]
         assert said.empty()
 
 
@@ -110,7 +110,7 @@ async def test_a_request_that_ends_gives_its_prompt_up() -> None:
 
     async with decode_side() as (ticket, said):
         handle = Handle(computes, one=Role.PREFILL)
-        running = asyncio.create_task(hand_over(handle, ticket))
+        running = asyncio.create_task(run_handoff(handle, ticket))
         while not handle.calls:  # noqa: ASYNC110 - nothing tells of a call
             await asyncio.sleep(0)
         running.cancel()
@@ -208,7 +208,7 @@ def test_no_replica_waits_for_itself_by_way_of_others(roles: dict[str, Role]) ->
 
 @pytest.mark.parametrize(("others", "elsewhere"), [({"b": 3, "c": 2}, 2), ({"b": 0, "c": 2}, 0), ({}, None)])
 async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, int], elsewhere: int | None) -> None:
-    """By which a mixed replica knows whether to hand its prompt over; where there is no other, there is nobody to do so."""
+    """By which a mixed replica knows whether to hand off its prompt; where there is no other, there is nobody to do so."""
     asked = asyncio.Event()
 
     async def waits(request: GenerateRequest, to: ReplyTo, at: str) -> None:
