@@ -8,9 +8,9 @@ from typing import Any
 
 import msgpack
 
-from actors.engine.disaggregation import outgoing, reservations
-from actors.engine.disaggregation.outgoing import Outgoing
-from actors.engine.disaggregation.reservations import Reservation
+from actors.engine.disaggregation import decode_transfers, prefill_transfers
+from actors.engine.disaggregation.decode_transfers import DecodeTransfer
+from actors.engine.disaggregation.prefill_transfers import PrefillTransfer
 from actors.engine.refusal import EngineBusy
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
@@ -54,9 +54,12 @@ Hit = tuple[str, str, str]
 """Which book, the state in it, and whose fault met it: ``decode`` wants the tokens, ``prefill`` computes the prompt."""
 
 STATES: set[Hit] = {
-    (book, stage.name, side)
-    for book, stages in (("reservation", reservations.Stage), ("outgoing", outgoing.Stage))
-    for stage in stages
+    (book, state.name, side)
+    for book, states in (
+        ("decode transfer", decode_transfers.DecodeTransferState),
+        ("prefill transfer", prefill_transfers.PrefillTransferState),
+    )
+    for state in states
     for side in ("decode", "prefill")
 }
 
@@ -103,7 +106,7 @@ class Injector:
         self.hits = Counter[Hit]()
         self._decode, self._prefill = both.decode.engine, both.prefill.engine
         self._tokens, self._tickets = Counter[str](), dict[str, str]()
-        self._made, self._out = dict[str, Reservation](), dict[str, Outgoing]()
+        self._made, self._out = dict[str, DecodeTransfer](), dict[str, PrefillTransfer]()
         both.on_prefill_request, both.on_prefill_event, both.on_decode_event = (
             self.on_prefill_request,
             self.on_prefill_event,
@@ -144,7 +147,7 @@ class Injector:
         if fault == "an event comes twice":
             self._decode.on_ticket_event(event)
             if event.finish:
-                self._note("outgoing", self._out.get(name), "prefill")
+                self._note("prefill transfer", self._out.get(name), "prefill")
         if event.tokens and fault in ("prefill cancelled at the first token", "prefill cancelled twice while a write hangs"):
             self._prefill.cancel(name)
             if "twice" in fault:
@@ -166,7 +169,7 @@ class Injector:
             self._prefill.cancel(item.request_id)
 
     def _watch_decode(self, scheduler: Scheduler) -> None:
-        book = scheduler.reservations
+        book = scheduler.decode_transfers
         reserve, expired, cancel, on_ticket_event = book.reserve, book.expired, scheduler.cancel, scheduler.on_ticket_event
         seen = Counter[str]()
 
@@ -179,27 +182,27 @@ class Injector:
             if fault_of(name) == "an error comes before the ticket is out":
                 self._decode.on_ticket_event(_error(made.ticket_id))
 
-        def late(now: float) -> list[Reservation]:
+        def late(now: float) -> list[DecodeTransfer]:
             found = expired(now)
             for made in found:
-                self._note("reservation", made, "prefill")
+                self._note("decode transfer", made, "prefill")
             return found
 
         def cancelled(name: str) -> TokenEvent | None:
-            self._note("reservation", self._made.get(name), "decode")
+            self._note("decode transfer", self._made.get(name), "decode")
             return cancel(name)
 
         def taken(event: TokenEvent, now: float) -> list[TokenEvent]:
             seen[repr(event)] += not event.is_empty
             if event.finish not in (None, "handoff") or seen[repr(event)] > 1:
-                self._note("reservation", self._made.get(event.request_id), "prefill")
+                self._note("decode transfer", self._made.get(event.request_id), "prefill")
             return on_ticket_event(event, now)
 
         _replace(book, reserve=reserved, expired=late)
         _replace(scheduler, cancel=cancelled, on_ticket_event=taken)
 
     def _watch_prefill(self, scheduler: Scheduler) -> None:
-        book = scheduler.outgoing
+        book = scheduler.prefill_transfers
         begin, on_report, cancel = book.begin, book.on_report, scheduler.cancel
 
         def begun(sequence: Sequence, ticket: KVTicket, now: float) -> None:
@@ -211,19 +214,19 @@ class Injector:
         def reported(report: KVReport, now: float) -> Any:
             for sent in report.sent:
                 if sent.error is not None:
-                    self._note("outgoing", self._out.get(sent.ticket_id), "prefill")
+                    self._note("prefill transfer", self._out.get(sent.ticket_id), "prefill")
             return on_report(report, now)
 
         def cancelled(name: str) -> TokenEvent | None:
-            self._note("outgoing", self._out.get(name), "decode")
+            self._note("prefill transfer", self._out.get(name), "decode")
             return cancel(name)
 
         _replace(book, begin=begun, on_report=reported)
         _replace(scheduler, cancel=cancelled)
 
-    def _note(self, book: str, found: Reservation | Outgoing | None, side: str) -> None:
+    def _note(self, book: str, found: DecodeTransfer | PrefillTransfer | None, side: str) -> None:
         if found is not None:
-            self.hits[book, found.stage.name, side] += 1
+            self.hits[book, found.state.name, side] += 1
 
 
 def _scheduler(side: InProcess) -> Scheduler:

@@ -15,7 +15,7 @@ A decode may be planned before its token is known: the ranks keep what they samp
 discarded when it comes back.
 
 In a pool the queue is the same: on the decode side a request gets blocks on admission and waits for them to be filled
-(`reservations.py`); on the prefill side it leaves with its first token, and its blocks when they are sent (`outgoing.py`).
+(`decode_transfers.py`); on the prefill side it leaves with its first token, and its blocks when they are sent (`prefill_transfers.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from actors.engine.batching.draft import Draft, plan_of
 from actors.engine.batching.lane import Lane, choose
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import Counts
+from actors.engine.disaggregation.decode_transfers import DecodeTransfer
 from actors.engine.disaggregation.handoffs import Handoffs
-from actors.engine.disaggregation.reservations import Reservation
 from actors.engine.sequences import answers
 from actors.engine.sequences.answers import ResultMismatch
 from actors.engine.sequences.fairness import TenantCounters
@@ -53,7 +53,7 @@ class Scheduler:
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
         self.handoffs = Handoffs(config, self.lanes)
-        self.reservations, self.outgoing = self.handoffs.reservations, self.handoffs.outgoing
+        self.decode_transfers, self.prefill_transfers = self.handoffs.decode_transfers, self.handoffs.prefill_transfers
         self.offload = self.handoffs.offload
         self._roster = Roster(self.tenants)
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
@@ -85,48 +85,48 @@ class Scheduler:
         """End a request early. None for one that is unknown or has ended. What is in flight for it is ignored on arrival."""
         sequence = self._roster.get(request_id)
         if sequence is None:
-            return self.outgoing.stop(request_id, TokenEvent(request_id=request_id, finish="abort"))
+            return self.prefill_transfers.stop(request_id, TokenEvent(request_id=request_id, finish="abort"))
         self.counts.aborts += 1
         return self._end(sequence, "abort")
 
     def reap(self, now: float) -> list[TokenEvent]:
         """End what needs no step: requests past their deadline, and those with nothing to sample or score. Between two steps,
         or while none is in flight: so prompts on their way out get their heartbeats only while steps end."""
-        for made in self.reservations.expired(now):
-            self._compute_here(made)
+        for transfer in self.decode_transfers.expired(now):
+            self._compute_here(transfer)
         for sequence in self.offload.expired(now):
             self._start_over(sequence)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
         if self.config.pool is not None:
-            events += self.outgoing.heartbeats(self._roster.tickets(), now)
+            events += self.prefill_transfers.heartbeats(self._roster.tickets(), now)
         return [event for event in events if event is not None]
 
     def on_kv_report(self, report: KVReport, now: float) -> list[TokenEvent]:
         """Apply what a rank tells of hand-offs and fetches."""
         self.offload.on_report(report)
-        last, failed = self.outgoing.on_report(report, now)
+        last, failed = self.prefill_transfers.on_report(report, now)
         for sequence in failed:
             self._drop(sequence)
-        return self.reservations.on_report(report, now) + last
+        return self.decode_transfers.on_report(report, now) + last
 
     def on_ticket_event(self, event: TokenEvent, now: float) -> list[TokenEvent]:
         """Apply what the prefill side says of a ticket (or whoever was to ask it): that it has it, its first token, its end.
 
         Where it failed, this engine computes the prompt itself. What is said of a ticket that is done changes nothing.
         """
-        made, events = self.reservations.get(event.request_id), list[TokenEvent]()
-        if made is None:
+        transfer, events = self.decode_transfers.get(event.request_id), list[TokenEvent]()
+        if transfer is None:
             return events
-        self.reservations.on_heartbeat(made, event.finish == "handoff", now)
-        if event.tokens and made.is_live and not made.is_committed:
-            made.is_committed = True
-            events += self._first_token(made.sequence, event)
-        if event.finish not in (None, "handoff") and made.is_live:
-            self._compute_here(made)
+        self.decode_transfers.on_heartbeat(transfer, event.finish == "handoff", now)
+        if event.tokens and transfer.is_live and not transfer.is_committed:
+            transfer.is_committed = True
+            events += self._first_token(transfer.sequence, event)
+        if event.finish not in (None, "handoff") and transfer.is_live:
+            self._compute_here(transfer)
         if event.finish in _WRITES_NO_MORE or event.refused is not None:
-            self.reservations.close(made)
+            self.decode_transfers.close(transfer)
         return events
 
     def _first_token(self, sequence: Sequence, event: TokenEvent) -> list[TokenEvent]:
@@ -135,11 +135,11 @@ class Scheduler:
         sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
         return self._add_token(sequence, event.tokens[0], event.logprobs)
 
-    def _compute_here(self, made: Reservation) -> None:
+    def _compute_here(self, transfer: DecodeTransfer) -> None:
         """Nobody will fill these blocks: their sequence starts from its tokens, like one that was preempted."""
-        self.reservations.abandon(made)
-        self.reservations.counts.fallen_back += 1
-        self._start_over(made.sequence)
+        self.decode_transfers.abandon(transfer)
+        self.decode_transfers.counts.fallen_back += 1
+        self._start_over(transfer.sequence)
 
     def _start_over(self, sequence: Sequence) -> None:
         """Back into the queue, without the blocks that it was reserved."""
@@ -170,7 +170,7 @@ class Scheduler:
             self._register(sequence)
             if not self._start_handoff(sequence, now):
                 self._begin(sequence, draft, now)
-        for sequence in self.reservations.ready(lane.index):
+        for sequence in self.decode_transfers.ready(lane.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
             lane.run(sequence)
             self._register(sequence)
@@ -199,10 +199,10 @@ class Scheduler:
 
     def _start_handoff(self, sequence: Sequence, now: float) -> bool:
         """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
-        is_worth, sequence.reserves = self.reservations.is_worth(sequence), False
+        is_worth, sequence.reserves = self.decode_transfers.is_worth(sequence), False
         if is_worth:
             sequence.state = State.RESERVED
-            self.reservations.reserve(sequence, now)
+            self.decode_transfers.reserve(sequence, now)
         return is_worth
 
     def _begin(self, sequence: Sequence, draft: Draft, now: float) -> None:
@@ -210,7 +210,7 @@ class Scheduler:
         self.lanes[sequence.lane].run(sequence)
         self._start(sequence, draft)
         if sequence.request.ticket is not None:
-            self.outgoing.begin(sequence, sequence.request.ticket, now)
+            self.prefill_transfers.begin(sequence, sequence.request.ticket, now)
 
     def _register(self, sequence: Sequence) -> None:
         """Its full blocks can be found from now on, and outlive the device."""
@@ -238,7 +238,7 @@ class Scheduler:
         if result.step != next(iter(self._in_flight), None):
             raise ResultMismatch(f"result of step {result.step}, steps in flight: {list(self._in_flight)}")
         planned = self._in_flight.pop(result.step)
-        self.outgoing.ran(now)
+        self.prefill_transfers.ran(now)
         sampled = {item.sequence_id: item for item in result.sampled}
         scored = {part.sequence_id: part for part in result.prompt_logprobs}
         events = []
@@ -279,7 +279,7 @@ class Scheduler:
         event = answers.word(sequence, token, logprobs)
         if sequence.request.ticket is not None:
             self._drop(sequence)
-            return [event, *_some(self.outgoing.computed(sequence.request.request_id))]
+            return [event, *_some(self.prefill_transfers.computed(sequence.request.request_id))]
         finish = sequence.finish_after(token, self.config.capacity)
         if finish is None:
             return [event]
@@ -296,7 +296,7 @@ class Scheduler:
         self._drop(sequence)
         if is_sent:
             last = event if finish in _WRITES_NO_MORE else event.model_copy(update={"finish": "abort"})
-            return self.outgoing.stop(event.request_id, last)
+            return self.prefill_transfers.stop(event.request_id, last)
         return event
 
     def _drop(self, sequence: Sequence) -> None:
@@ -304,7 +304,7 @@ class Scheduler:
             self.lanes[sequence.lane].let_go(sequence)
             self._ended.append(sequence.sequence_id)
         elif sequence.state is State.RESERVED and not self.offload.abandon(sequence):
-            self.reservations.abandon(self.reservations.of(sequence))
+            self.decode_transfers.abandon(self.decode_transfers.of(sequence))
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         sequence.forget_ranks()

@@ -98,7 +98,7 @@ class Lane:
         insort(self.running, sequence, key=lambda s: s.urgency)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Take a running sequence out: its blocks back, unless ranks still have to send them (`outgoing.py`).
+        """Take a running sequence out: its blocks back, unless ranks still have to send them (`prefill_transfers.py`).
 
         Safe with its rows in flight: ranks run plans in order, so whoever gets the blocks writes them later.
         """

@@ -8,55 +8,55 @@ from __future__ import annotations
 from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import HandoffStats
+from actors.engine.disaggregation.decode_transfers import DecodeTransfers
 from actors.engine.disaggregation.offload_manager import KVOffloadManager
-from actors.engine.disaggregation.outgoing import Outgoings
-from actors.engine.disaggregation.reservations import Reservations
+from actors.engine.disaggregation.prefill_transfers import PrefillTransfers
 
 
 class Handoffs:
     """The books. The scheduler writes in each of them directly."""
 
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
-        self.reservations = Reservations(config, lanes)
-        self.outgoing = Outgoings(config, lanes)
+        self.decode_transfers = DecodeTransfers(config, lanes)
+        self.prefill_transfers = PrefillTransfers(config, lanes)
         self.offload = KVOffloadManager(config, lanes)
 
     def __bool__(self) -> bool:
         """Whether anything is under way: something may have to be done though nothing is in flight."""
-        return bool(self.reservations) or bool(self.outgoing) or bool(self.offload)
+        return bool(self.decode_transfers) or bool(self.prefill_transfers) or bool(self.offload)
 
     @property
     def has_updates(self) -> bool:
         """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
-        into, out = self.reservations, self.outgoing
-        return bool(into.expects or into.forgets or out.forgets) or self.offload.has_updates
+        decode, prefill = self.decode_transfers, self.prefill_transfers
+        return bool(decode.expects or decode.forgets or prefill.forgets) or self.offload.has_updates
 
     def drain_updates(self) -> dict[str, object]:
         """What the next plan says of them, once."""
-        into, out, offload = self.reservations, self.outgoing, self.offload
-        updates = {"expects": into.expects, "sends": out.sends, "forgets": into.forgets + out.forgets}
+        decode, prefill, offload = self.decode_transfers, self.prefill_transfers, self.offload
+        updates = {"expects": decode.expects, "sends": prefill.sends, "forgets": decode.forgets + prefill.forgets}
         updates |= {"saves": offload.saves, "fetches": offload.fetches}
-        into.expects, into.forgets, out.sends, out.forgets = [], [], [], []
+        decode.expects, decode.forgets, prefill.sends, prefill.forgets = [], [], [], []
         offload.saves, offload.fetches = [], []
         return updates
 
     def stats(self) -> HandoffStats:
         """Numbers of both sides of hand-offs."""
-        into, out = self.reservations.counts, self.outgoing.counts
-        reserved = sum(made.is_live for made in self.reservations)
+        decode, prefill = self.decode_transfers.counts, self.prefill_transfers.counts
+        reserved = sum(transfer.is_live for transfer in self.decode_transfers)
         return HandoffStats(
             reserved=reserved,
-            draining=len(self.reservations) - reserved,
-            sending=len(self.outgoing),
-            reservations=into.made,
-            reservation_wait_s=into.wait_s,
-            received=into.completed,
-            fallen_back=into.fallen_back,
-            outlived=into.outlived,
-            sent=out.completed,
-            failed=out.failed,
-            sent_bytes=out.num_bytes,
-            transfer_s=out.busy_s,
-            exposed_s=out.exposed_s,
-            overlap=out.overlap,
+            draining=len(self.decode_transfers) - reserved,
+            sending=len(self.prefill_transfers),
+            reservations=decode.made,
+            reservation_wait_s=decode.wait_s,
+            received=decode.completed,
+            fallen_back=decode.fallen_back,
+            outlived=decode.outlived,
+            sent=prefill.completed,
+            failed=prefill.failed,
+            sent_bytes=prefill.num_bytes,
+            transfer_s=prefill.busy_s,
+            exposed_s=prefill.exposed_s,
+            overlap=prefill.overlap,
         )

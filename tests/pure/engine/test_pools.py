@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.engine.config.engine_config import EngineConfig, Pool, Tiering
-from actors.engine.disaggregation.reservations import Stage
+from actors.engine.disaggregation.decode_transfers import DecodeTransferState
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
@@ -363,12 +363,12 @@ def run_alone(side: Side, prompt: range) -> None:
     side.events.clear()
 
 
-def test_stages_only_move_forward() -> None:
+def test_states_only_move_forward() -> None:
     side = Side()
     side.opened()
-    [made] = side.scheduler.reservations
+    [made] = side.scheduler.decode_transfers
     with pytest.raises(AssertionError, match="cannot go from OPEN to ASKED"):
-        made.move(Stage.ASKED)
+        made.advance(DecodeTransferState.ASKED)
 
 
 def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
@@ -467,7 +467,7 @@ def test_tickets_that_do_not_fit_are_refused(item: GenerateRequest, message: str
         check_request(item, config())
 
 
-def test_lanes_hold_their_own_reservations() -> None:
+def test_lanes_hold_their_own_transfers() -> None:
     side = Side(config("attn_dp=2", lanes=2))
     for name in "ab":
         side.add(request(request_id=name, reserves=True))

@@ -6,7 +6,7 @@
                   ↓                         ↓
                  DONE ←─────────────────  DRAINING: the sequence has left, its blocks have not
 
-Stages only move forward. While a ticket is out somebody may write into its blocks, so they go to nobody else before the
+States only move forward. While a ticket is out somebody may write into its blocks, so they go to nobody else before the
 writer has said that it writes no more, or everything has arrived, or the lease is over (no write begins after it) and
 `Pool.grace_s` has passed on top.
 """
@@ -25,7 +25,7 @@ from actors.wire.kv import KVExpect, KVReader, KVReport, KVTicket
 from actors.wire.requests import TokenEvent
 
 
-class Stage(IntEnum):
+class DecodeTransferState(IntEnum):
     ASKED = 0
     """The ranks are told to be ready."""
     OPEN = 1
@@ -35,7 +35,7 @@ class Stage(IntEnum):
 
 
 @dataclass(eq=False, slots=True)
-class Reservation:
+class DecodeTransfer:
     """Blocks for the positions from `first` on of one prompt, and how far its hand-off is."""
 
     ticket_id: str
@@ -46,7 +46,7 @@ class Reservation:
     """World ranks that get a part of it."""
     first: int
     lease_ends_s: float
-    stage: Stage = Stage.ASKED
+    state: DecodeTransferState = DecodeTransferState.ASKED
     readers: dict[int, KVReader] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     heartbeat_deadline_s: float = math.inf
@@ -57,7 +57,7 @@ class Reservation:
     @property
     def is_live(self) -> bool:
         """Whether its sequence still waits for it."""
-        return self.stage < Stage.DRAINING
+        return self.state < DecodeTransferState.DRAINING
 
     @property
     def has_arrived(self) -> bool:
@@ -70,14 +70,14 @@ class Reservation:
             self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.heartbeat_deadline_s)
         )
 
-    def move(self, stage: Stage) -> None:
-        """On to a later stage."""
-        assert stage > self.stage, f"reservation {self.ticket_id} cannot go from {self.stage.name} to {stage.name}"
-        self.stage = stage
+    def advance(self, state: DecodeTransferState) -> None:
+        """On to a later state."""
+        assert state > self.state, f"decode transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
+        self.state = state
 
 
 @dataclass(slots=True)
-class ReservationCounts:
+class DecodeTransferCounts:
     """What happened since the engine was made."""
 
     made: int = 0
@@ -90,24 +90,24 @@ class ReservationCounts:
     """Drained until the lease was over, since nobody said that it would not write."""
 
 
-class Reservations:
-    """All reservations of one engine. Not thread-safe: the scheduler's thread calls it."""
+class DecodeTransfers:
+    """All decode-side transfers of one engine. Not thread-safe: the scheduler's thread calls it."""
 
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
-        self.counts = ReservationCounts()
+        self.counts = DecodeTransferCounts()
         self.expects: list[KVExpect] = []
         self.forgets: list[str] = []
         """Both: for the next plan."""
         self._config, self._lanes = config, lanes
-        self._open: dict[str, Reservation] = {}
+        self._open: dict[str, DecodeTransfer] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Reservation]:
+    def __iter__(self) -> Iterator[DecodeTransfer]:
         return iter(self._open.values())
 
-    def get(self, ticket_id: str) -> Reservation | None:
+    def get(self, ticket_id: str) -> DecodeTransfer | None:
         """The one with that ticket, unless it is done."""
         return self._open.get(ticket_id)
 
@@ -120,7 +120,7 @@ class Reservations:
         """Keep the blocks that `sequence` has just got in its lane for its prompt, and have the ranks be ready for it."""
         pool, request = self._pool, sequence.request
         lane = self._lanes[sequence.lane]
-        made = Reservation(
+        transfer = DecodeTransfer(
             ticket_id=f"{request.request_id}~{sequence.order}",
             sequence=sequence,
             lane=lane.index,
@@ -130,15 +130,15 @@ class Reservations:
             lease_ends_s=now + pool.lease_s,
         )
         lane.num_reserved += 1
-        self._open[made.ticket_id] = made
+        self._open[transfer.ticket_id] = transfer
         self.counts.made += 1
         self.counts.wait_s += now - sequence.arrival_s
         self.expects.append(
             KVExpect(
-                ticket_id=made.ticket_id,
+                ticket_id=transfer.ticket_id,
                 lane=lane.index,
-                blocks=self._pages(made),
-                first=made.first,
+                blocks=self._pages(transfer),
+                first=transfer.first,
                 tokens=sequence.prompt_length,
             )
         )
@@ -147,88 +147,94 @@ class Reservations:
         """What a rank tells. The events are tickets that can go out."""
         events = []
         for ticket_id, reader in report.opened.items():
-            made = self._open.get(ticket_id)
-            if made is not None and made.stage is Stage.ASKED:
-                made.readers[report.world_rank] = reader
-                if made.readers.keys() == made.ranks:
-                    made.move(Stage.OPEN)
-                    made.heartbeat_deadline_s = now + self._pool.first_heartbeat_timeout_s
-                    events.append(TokenEvent(request_id=made.sequence.request.request_id, ticket=self._ticket(made, now)))
+            transfer = self._open.get(ticket_id)
+            if transfer is not None and transfer.state is DecodeTransferState.ASKED:
+                transfer.readers[report.world_rank] = reader
+                if transfer.readers.keys() == transfer.ranks:
+                    transfer.advance(DecodeTransferState.OPEN)
+                    transfer.heartbeat_deadline_s = now + self._pool.first_heartbeat_timeout_s
+                    events.append(
+                        TokenEvent(request_id=transfer.sequence.request.request_id, ticket=self._ticket(transfer, now))
+                    )
         for ticket_id in report.arrived:
-            made = self._open.get(ticket_id)
-            if made is not None:
-                made.arrived.add(report.world_rank)
-                if made.stage is Stage.DRAINING and made.has_arrived:
-                    self._free(made)
+            transfer = self._open.get(ticket_id)
+            if transfer is not None:
+                transfer.arrived.add(report.world_rank)
+                if transfer.state is DecodeTransferState.DRAINING and transfer.has_arrived:
+                    self._free(transfer)
         return events
 
     def ready(self, lane: int) -> list[Sequence]:
         """The sequences of a lane that can run: they leave, with their blocks."""
-        found = [made for made in self if made.lane == lane and made.is_committed and made.has_arrived and made.is_live]
-        for made in found:
-            made.move(Stage.DONE)
-            del self._open[made.ticket_id]
+        found = [
+            transfer
+            for transfer in self
+            if transfer.lane == lane and transfer.is_committed and transfer.has_arrived and transfer.is_live
+        ]
+        for transfer in found:
+            transfer.advance(DecodeTransferState.DONE)
+            del self._open[transfer.ticket_id]
             self._lanes[lane].num_reserved -= 1
             self.counts.completed += 1
-        return [made.sequence for made in found]
+        return [transfer.sequence for transfer in found]
 
-    def on_heartbeat(self, made: Reservation, is_sent: bool, now: float) -> None:
+    def on_heartbeat(self, transfer: DecodeTransfer, is_sent: bool, now: float) -> None:
         """Whoever has its ticket lives, or has nothing more to say of it."""
-        made.heartbeat_deadline_s = math.inf if is_sent else now + self._pool.heartbeat_timeout_s
+        transfer.heartbeat_deadline_s = math.inf if is_sent else now + self._pool.heartbeat_timeout_s
 
-    def of(self, sequence: Sequence) -> Reservation:
+    def of(self, sequence: Sequence) -> DecodeTransfer:
         """That of a reserved sequence."""
-        return next(made for made in self if made.sequence is sequence and made.is_live)
+        return next(transfer for transfer in self if transfer.sequence is sequence and transfer.is_live)
 
-    def abandon(self, made: Reservation) -> None:
+    def abandon(self, transfer: DecodeTransfer) -> None:
         """Its sequence wants it no longer. The blocks stay until nobody can write to them."""
-        self._lanes[made.lane].num_reserved -= 1
-        nobody_knows = made.stage is Stage.ASKED
-        made.move(Stage.DRAINING)
-        if nobody_knows or made.has_arrived:
-            self._free(made)
+        self._lanes[transfer.lane].num_reserved -= 1
+        nobody_knows = transfer.state is DecodeTransferState.ASKED
+        transfer.advance(DecodeTransferState.DRAINING)
+        if nobody_knows or transfer.has_arrived:
+            self._free(transfer)
 
-    def close(self, made: Reservation) -> None:
+    def close(self, transfer: DecodeTransfer) -> None:
         """The writer writes no more."""
-        if made.stage is Stage.DRAINING:
-            self._free(made)
+        if transfer.state is DecodeTransferState.DRAINING:
+            self._free(transfer)
 
-    def expired(self, now: float) -> list[Reservation]:
+    def expired(self, now: float) -> list[DecodeTransfer]:
         """Those still live whose lease is over before all was here, or whose heartbeat is overdue; drained
         ones past their grace are done."""
-        late = [made for made in self if now >= made.ends_s]
-        for made in late:
-            if made.stage is Stage.DRAINING and now >= made.lease_ends_s + self._pool.grace_s:
+        late = [transfer for transfer in self if now >= transfer.ends_s]
+        for transfer in late:
+            if transfer.state is DecodeTransferState.DRAINING and now >= transfer.lease_ends_s + self._pool.grace_s:
                 self.counts.outlived += 1
-                self._free(made)
-        return [made for made in late if made.is_live]
+                self._free(transfer)
+        return [transfer for transfer in late if transfer.is_live]
 
     @property
     def _pool(self) -> Pool:
         assert self._config.pool is not None, "an engine without a pool reserves nothing"
         return self._config.pool
 
-    def _free(self, made: Reservation) -> None:
-        if not made.has_arrived:
-            self.forgets.append(made.ticket_id)
-        made.move(Stage.DONE)
-        del self._open[made.ticket_id]
-        self._lanes[made.lane].pool.free(made.blocks)
+    def _free(self, transfer: DecodeTransfer) -> None:
+        if not transfer.has_arrived:
+            self.forgets.append(transfer.ticket_id)
+        transfer.advance(DecodeTransferState.DONE)
+        del self._open[transfer.ticket_id]
+        self._lanes[transfer.lane].pool.free(transfer.blocks)
 
-    def _pages(self, made: Reservation) -> list[int]:
-        return [block // self._config.kv_owners for block in made.blocks]
+    def _pages(self, transfer: DecodeTransfer) -> list[int]:
+        return [block // self._config.kv_owners for block in transfer.blocks]
 
-    def _ticket(self, made: Reservation, now: float) -> KVTicket:
-        sequence = made.sequence
+    def _ticket(self, transfer: DecodeTransfer, now: float) -> KVTicket:
+        sequence = transfer.sequence
         return KVTicket(
-            ticket_id=made.ticket_id,
+            ticket_id=transfer.ticket_id,
             layout=str(self._pool.layout),
             page_tokens=self._config.block_size,
-            lane=made.lane,
-            blocks=self._pages(made),
-            first=made.first,
+            lane=transfer.lane,
+            blocks=self._pages(transfer),
+            first=transfer.first,
             tokens=sequence.prompt_length,
             rope_length=sequence.rope_length,
-            readers=[made.readers[rank] for rank in sorted(made.readers)],
-            lease_s=made.lease_ends_s - now,
+            readers=[transfer.readers[rank] for rank in sorted(transfer.readers)],
+            lease_s=transfer.lease_ends_s - now,
         )

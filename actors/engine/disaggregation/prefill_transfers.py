@@ -27,7 +27,7 @@ _RANK_TIMEOUT_S = 4.0
 """How long a rank that has something to send may be silent: it tells once a second, between steps."""
 
 
-class Stage(IntEnum):
+class PrefillTransferState(IntEnum):
     COMPUTING = 0
     SENDING = 1
     STOPPING = 2
@@ -35,7 +35,7 @@ class Stage(IntEnum):
 
 
 @dataclass(eq=False, slots=True)
-class Outgoing:
+class PrefillTransfer:
     """One prompt on its way out. `waiting_for`: world ranks that may still write."""
 
     ticket_id: str
@@ -45,16 +45,16 @@ class Outgoing:
     waiting_for: set[int]
     last: TokenEvent
     """The event that ends it."""
-    stage: Stage = Stage.COMPUTING
+    state: PrefillTransferState = PrefillTransferState.COMPUTING
 
-    def move(self, stage: Stage) -> None:
-        """On to a later stage."""
-        assert stage > self.stage, f"hand-off {self.ticket_id} cannot go from {self.stage.name} to {stage.name}"
-        self.stage = stage
+    def advance(self, state: PrefillTransferState) -> None:
+        """On to a later state."""
+        assert state > self.state, f"prefill transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
+        self.state = state
 
 
 @dataclass(slots=True)
-class SendCounts:
+class PrefillTransferCounts:
     """Of all ranks, since the engine was made."""
 
     completed: int = 0
@@ -71,16 +71,16 @@ class SendCounts:
         return 1 - self.exposed_s / self.busy_s if self.busy_s else 0.0
 
 
-class Outgoings:
-    """All hand-offs that an engine sends. Not thread-safe: the scheduler's thread calls it."""
+class PrefillTransfers:
+    """All prefill-side transfers of one engine. Not thread-safe: the scheduler's thread calls it."""
 
     def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
-        self.counts = SendCounts()
+        self.counts = PrefillTransferCounts()
         self.sends: list[KVSend] = []
         self.forgets: list[str] = []
         """Both: for the next plan."""
         self._config, self._lanes = config, lanes
-        self._open: dict[str, Outgoing] = {}
+        self._open: dict[str, PrefillTransfer] = {}
         self._heartbeat_due_s = -math.inf
         self._last_result_s = -math.inf
         """When the last result came."""
@@ -102,7 +102,7 @@ class Outgoings:
         ):
             return []
         self._heartbeat_due_s = now + _HEARTBEAT_INTERVAL_S
-        sending = [name for name, each in self._open.items() if each.stage is Stage.SENDING]
+        sending = [name for name, each in self._open.items() if each.state is PrefillTransferState.SENDING]
         return [TokenEvent(request_id=name) for name in (*tickets, *sending)]
 
     def _is_silent(self, rank: int, now: float) -> bool:
@@ -119,7 +119,7 @@ class Outgoings:
             grace_s=self._pool.grace_s / 2,  # well before the decode side takes its blocks back
         )
         self.sends.append(send)
-        self._open[ticket.ticket_id] = Outgoing(
+        self._open[ticket.ticket_id] = PrefillTransfer(
             ticket_id=ticket.ticket_id,
             sequence=sequence,
             lane=sequence.lane,
@@ -130,47 +130,47 @@ class Outgoings:
 
     def computed(self, ticket_id: str) -> TokenEvent | None:
         """The prompt is computed; the blocks of its sequence are held here from now on. Its last event, if all is sent."""
-        self._open[ticket_id].move(Stage.SENDING)
+        self._open[ticket_id].advance(PrefillTransferState.SENDING)
         return self._last_of(self._open[ticket_id])
 
     def stop(self, ticket_id: str, last: TokenEvent) -> TokenEvent | None:
         """Send no more of it, and end it with `last`: returned, if no rank writes any more. Harmless where it has ended."""
-        found = self._open.get(ticket_id)
-        if found is None or found.stage >= Stage.STOPPING:
+        transfer = self._open.get(ticket_id)
+        if transfer is None or transfer.state >= PrefillTransferState.STOPPING:
             return None
-        found.move(Stage.STOPPING)
-        found.last = last
-        if found.waiting_for:
+        transfer.advance(PrefillTransferState.STOPPING)
+        transfer.last = last
+        if transfer.waiting_for:
             self.forgets.append(ticket_id)
-        return self._last_of(found)
+        return self._last_of(transfer)
 
     def on_report(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
         """What a rank tells: the last events of hand-offs that are done, and whose prompts are not computed and need not be."""
         self._last_report_s[report.world_rank] = now
         events, failed = list[TokenEvent | None](), list[Sequence]()
         for sent in report.sent:
-            found = self._open.get(sent.ticket_id)
-            if found is None:
+            transfer = self._open.get(sent.ticket_id)
+            if transfer is None:
                 continue
             self._count(sent)
-            found.waiting_for.discard(report.world_rank)
-            if sent.error is not None and found.stage < Stage.STOPPING:
-                failed += [found.sequence] if found.stage is Stage.COMPUTING else []
+            transfer.waiting_for.discard(report.world_rank)
+            if sent.error is not None and transfer.state < PrefillTransferState.STOPPING:
+                failed += [transfer.sequence] if transfer.state is PrefillTransferState.COMPUTING else []
                 events.append(self.stop(sent.ticket_id, _aborted(sent.ticket_id, sent.error)))
             else:
-                events.append(self._last_of(found))
+                events.append(self._last_of(transfer))
         return [event for event in events if event is not None], failed
 
-    def _last_of(self, found: Outgoing) -> TokenEvent | None:
+    def _last_of(self, transfer: PrefillTransfer) -> TokenEvent | None:
         """The last event of a hand-off that is done: its blocks go back."""
-        if found.waiting_for or found.stage is Stage.COMPUTING:
+        if transfer.waiting_for or transfer.state is PrefillTransferState.COMPUTING:
             return None
-        self.counts.completed += found.stage is Stage.SENDING
-        self.counts.failed += found.stage is Stage.STOPPING
-        found.move(Stage.DONE)
-        del self._open[found.ticket_id]
-        self._lanes[found.lane].pool.free(found.blocks)
-        return found.last
+        self.counts.completed += transfer.state is PrefillTransferState.SENDING
+        self.counts.failed += transfer.state is PrefillTransferState.STOPPING
+        transfer.advance(PrefillTransferState.DONE)
+        del self._open[transfer.ticket_id]
+        self._lanes[transfer.lane].pool.free(transfer.blocks)
+        return transfer.last
 
     def _count(self, sent: KVSent) -> None:
         self.counts.num_bytes += sent.num_bytes
