@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from actors.kv_transfer.compatibility import Compatibility, IncompatiblePeerError
 from actors.kv_transfer.endpoint import KVEndpoint, Peer
-from actors.kv_transfer.outbound import Outbound
+from actors.kv_transfer.prompt_sender import PromptSender
 from actors.kv_transfer.queue_order import queue_order
 from actors.kv_transfer.transport import TransferError, Transport
 from actors.model.decoder import Decoder
@@ -40,8 +40,8 @@ class KVConnectorWorker:
         self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
         self._ranges, self._range_bytes = _cut(self._held.layers, config.handoff_ranges), config.handoff_range_bytes
         self._order = queue_order(endpoint.device)
-        self._outbound: dict[str, Outbound] = {}
-        self._running: list[Outbound] = []
+        self._senders: dict[str, PromptSender] = {}
+        self._running: list[PromptSender] = []
         """Those with tokens in the step under way."""
         self._peers: dict[bytes, Peer] = {}
         """Ranks this one can write to, by their agent metadata."""
@@ -62,7 +62,7 @@ class KVConnectorWorker:
     @property
     def is_busy(self) -> bool:
         """Whether to poll."""
-        return bool(self._outbound) or self._endpoint.num_expected > 0
+        return bool(self._senders) or self._endpoint.num_expected > 0
 
     def watch(self, decoder: Decoder) -> None:
         """Send what `decoder` computes, range by range of its layers."""
@@ -79,15 +79,15 @@ class KVConnectorWorker:
                 self._begin(send)
         for ticket_id in plan.forgets:
             self._endpoint.forget(ticket_id)
-            if ticket_id in self._outbound:
-                self._outbound[ticket_id].stop("it was given up")
+            if ticket_id in self._senders:
+                self._senders[ticket_id].stop("it was given up")
         self._meet(plan)
 
     def after(self) -> None:
         """The step is over: what it computed has been sent."""
         self._order.flush()
-        for out in self._running:
-            out.computed()
+        for sender in self._running:
+            sender.computed()
         self._running = []
 
     def poll(self) -> KVReport | None:
@@ -95,12 +95,12 @@ class KVConnectorWorker:
         heartbeat. Never waits."""
         if self._endpoint.num_expected:
             self._report.arrived.extend(self._endpoint.poll())
-        for out in list(self._outbound.values()):
-            sent = out.look()
+        for sender in list(self._senders.values()):
+            sent = sender.poll()
             if sent is not None:
-                self._done(out, sent)
+                self._done(sender, sent)
         found = self._report
-        is_due = bool(self._outbound) and time.monotonic() >= self._reported_s + _HEARTBEAT_INTERVAL_S
+        is_due = bool(self._senders) and time.monotonic() >= self._reported_s + _HEARTBEAT_INTERVAL_S
         if not (found.opened or found.arrived or found.sent or is_due):
             return None
         self._reported_s = time.monotonic()
@@ -113,20 +113,20 @@ class KVConnectorWorker:
 
     def _meet(self, plan: StepPlan) -> None:
         """Know whose tokens the step runs, and in which pages they will be."""
-        by_sequence = {out.sequence_id: out for out in self._outbound.values()}
+        by_sequence = {sender.sequence_id: sender for sender in self._senders.values()}
         for row in plan.rows if by_sequence else []:
-            out = by_sequence.get(row.sequence_id)
-            if out is not None:
-                out.runs(row.start + row.count, row.new_blocks)
-                self._running.append(out)
+            sender = by_sequence.get(row.sequence_id)
+            if sender is not None:
+                sender.runs(row.start + row.count, row.new_blocks)
+                self._running.append(sender)
 
     def _ran(self, layers: range) -> None:
         if self._running:
             self._order.put(partial(self._send, layers))
 
     def _send(self, layers: range) -> None:
-        for out in self._running:
-            out.ran(layers)
+        for sender in self._running:
+            sender.ran(layers)
 
     def _expect(self, expect: KVExpect) -> None:
         need = self._need(range(expect.first, expect.tokens))
@@ -146,9 +146,9 @@ class KVConnectorWorker:
     def _begin(self, send: KVSend) -> None:
         ticket_id = send.ticket.ticket_id
         try:
-            out = Outbound(self._endpoint, self._spec, self._side, self._rank, send, self._range_bytes)
-            out.connected({rank: self._peer(agent_metadata) for rank, agent_metadata in out.reader_metadata.items()})
-            self._outbound[ticket_id] = out
+            sender = PromptSender(self._endpoint, self._spec, self._side, self._rank, send, self._range_bytes)
+            sender.connected({rank: self._peer(agent_metadata) for rank, agent_metadata in sender.reader_metadata.items()})
+            self._senders[ticket_id] = sender
         except (TransferError, IncompatiblePeerError, ValueError) as error:
             self._report.sent.append(KVSent(ticket_id=ticket_id, error=str(error)))
 
@@ -157,18 +157,18 @@ class KVConnectorWorker:
             self._peers[agent_metadata] = self._endpoint.connect(agent_metadata)
         return self._peers[agent_metadata]
 
-    def _done(self, out: Outbound, sent: KVSent) -> None:
-        del self._outbound[out.ticket_id]
+    def _done(self, sender: PromptSender, sent: KVSent) -> None:
+        del self._senders[sender.ticket_id]
         self._report.sent.append(sent)
         if sent.error is not None:
-            self._forget_peers(out)
+            self._forget_peers(sender)
 
-    def _forget_peers(self, out: Outbound) -> None:
+    def _forget_peers(self, sender: PromptSender) -> None:
         """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way to it. One
         that did not end in time is ended so, and with it whatever else is."""
-        busy = {agent_metadata for other in self._outbound.values() for agent_metadata in other.reader_metadata.values()}
-        for agent_metadata in out.reader_metadata.values():
-            if agent_metadata in self._peers and (out.is_cut or agent_metadata not in busy):
+        busy = {agent_metadata for other in self._senders.values() for agent_metadata in other.reader_metadata.values()}
+        for agent_metadata in sender.reader_metadata.values():
+            if agent_metadata in self._peers and (sender.is_cut or agent_metadata not in busy):
                 self._endpoint.disconnect(self._peers.pop(agent_metadata))
 
 

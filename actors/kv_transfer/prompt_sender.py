@@ -25,15 +25,15 @@ from placement.ownership.handoff_pages import PageTable
 
 
 @dataclass(frozen=True)
-class Lot:
+class OutgoingCopy:
     """A copy of the map that this rank sends, and where it begins in the run of its reader."""
 
     copy: Copy
     offset: int
 
 
-class Outbound:
-    """Sends this rank's lots of a ticket. `error` says why it stopped early, if it did."""
+class PromptSender:
+    """Sends this rank's copies of a ticket. `error` says why it stopped early, if it did."""
 
     def __init__(
         self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, send: KVSend, range_bytes: int = 1
@@ -51,7 +51,9 @@ class Outbound:
         """Layers in which the step's tokens have not been sent."""
         self._readers = {reader.world_rank: reader for reader in ticket.readers}
         self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
-        self._lots = list(_lots(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint))
+        self._outgoing = list(
+            _outgoing(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint)
+        )
         self._peers: dict[int, Peer] = {}
         self._sent, self._tokens = ticket.first, ticket.tokens
         self._window = range(0)
@@ -70,7 +72,9 @@ class Outbound:
     @property
     def reader_metadata(self) -> dict[int, bytes]:
         """Of the ranks that this one writes to."""
-        return {lot.copy.destination: self._readers[lot.copy.destination].agent_metadata for lot in self._lots}
+        return {
+            outgoing.copy.destination: self._readers[outgoing.copy.destination].agent_metadata for outgoing in self._outgoing
+        }
 
     def connected(self, peers: dict[int, Peer]) -> None:
         """Have them, by world rank, before the first step."""
@@ -107,7 +111,7 @@ class Outbound:
         """Begin no more writes."""
         self.error = self.error or reason
 
-    def look(self) -> KVSent | None:
+    def poll(self) -> KVSent | None:
         """How it ended, once nothing is under way and nothing more is to come."""
         self._under_way = [sending for sending in self._under_way if self._goes_on(sending)]
         if self._under_way and time.monotonic() > self._cut_s:
@@ -131,15 +135,15 @@ class Outbound:
             error=self.error,
         )
 
-    def _parts(self, layers: range) -> list[tuple[Lot, Copy]]:
-        """What the step computes of each lot in `layers`."""
-        cut = [(lot, lot.copy.within(layers, self._window)) for lot in self._lots]
-        return [(lot, part) for lot, part in cut if part is not None]
+    def _parts(self, layers: range) -> list[tuple[OutgoingCopy, Copy]]:
+        """What the step computes of each copy in `layers`."""
+        cut = [(outgoing, outgoing.copy.within(layers, self._window)) for outgoing in self._outgoing]
+        return [(outgoing, part) for outgoing, part in cut if part is not None]
 
-    def _write(self, parts: list[tuple[Lot, Copy]]) -> None:
+    def _write(self, parts: list[tuple[OutgoingCopy, Copy]]) -> None:
         try:
-            for lot, part in parts:
-                self._send(lot, part)
+            for outgoing, part in parts:
+                self._send(outgoing, part)
         except (TransferError, ValueError) as error:
             self.stop(str(error))
 
@@ -150,11 +154,11 @@ class Outbound:
             self.stop(str(error))
             return False
 
-    def _send(self, lot: Lot, part: Copy) -> None:
+    def _send(self, outgoing: OutgoingCopy, part: Copy) -> None:
         rank = part.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:
-            staged_at += lot.offset + self._place_of(part, lot.copy)
+            staged_at += outgoing.offset + self._place_of(part, outgoing.copy)
         table = PageTable(self._ownership, self.blocks)
         arguments = (self._peers[rank], self.ticket_id, part, table)
         try:
@@ -171,10 +175,10 @@ class Outbound:
         return layers * self._endpoint.num_bytes(part) // (len(part.layers) * len(part.positions))
 
 
-def _lots(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[Lot]:
+def _outgoing(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[OutgoingCopy]:
     """Those of one source, with where each begins among all that go to its destination."""
     used: dict[int, int] = {}
     for copy in copies:
         if copy.source == world_rank:
-            yield Lot(copy, used.get(copy.destination, 0))
+            yield OutgoingCopy(copy, used.get(copy.destination, 0))
         used[copy.destination] = used.get(copy.destination, 0) + endpoint.num_bytes(copy)
