@@ -11,7 +11,7 @@ from actors.engine.config.stats import EngineStats
 from actors.engine.link.link import RankLink
 from actors.engine.loop import Clock, StepLoop
 from actors.engine.refusal import EngineDown
-from actors.engine.sequences.deliveries import Deliver
+from actors.engine.sequences.event_delivery import Deliver
 from actors.wire.requests import GenerateRequest, TokenEvent
 
 _JOIN_S = 5.0

@@ -24,7 +24,7 @@ from actors.engine.config.stats import EngineStats
 from actors.engine.link.link import LinkError, LinkTimeout, RankLink
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, check_request
 from actors.engine.scheduler import Scheduler
-from actors.engine.sequences.deliveries import Deliver, Deliveries
+from actors.engine.sequences.event_delivery import Deliver, EventDelivery
 from actors.engine.sequences.sequence import Sequence
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, TokenEvent
@@ -56,7 +56,7 @@ class StepLoop:
         self._clock = clock
         self._scheduler = Scheduler(config)
         self._balancer = ExpertBalancer(config.experts) if config.experts is not None else None
-        self._deliveries = Deliveries(flush)
+        self._event_delivery = EventDelivery(flush)
         self._changed = threading.Condition()
         """Guards the inbox, the cancellations, `ended` and the step times."""
         self._inbox: list[Sequence] = []
@@ -88,10 +88,10 @@ class StepLoop:
         with self._changed:
             if self.ended is not None:
                 raise EngineDown(self.ended)
-            if request.request_id in self._deliveries:
+            if request.request_id in self._event_delivery:
                 raise DuplicateRequest(request.request_id)
             self._check_room(len(request.prompt))
-            self._deliveries.open(request.request_id, deliver)
+            self._event_delivery.open(request.request_id, deliver)
             self._inbox.append(sequence)
             self._inbox_tokens += len(request.prompt)
             self._changed.notify()
@@ -128,7 +128,7 @@ class StepLoop:
             if self.ended is None:
                 self.ended = reason
             self._changed.notify()
-        self._deliveries.fail_all(reason)
+        self._event_delivery.fail_all(reason)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; whether it did."""
@@ -285,5 +285,5 @@ class StepLoop:
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events:
-            for request_id in self._deliveries.deliver(events):
+            for request_id in self._event_delivery.deliver(events):
                 self._scheduler.cancel(request_id)

@@ -28,11 +28,11 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import Counts
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer
 from actors.engine.disaggregation.handoffs import Handoffs
-from actors.engine.sequences import answers
-from actors.engine.sequences.answers import ResultMismatch
+from actors.engine.sequences import token_events
 from actors.engine.sequences.fairness import TenantCounters
-from actors.engine.sequences.roster import Roster
+from actors.engine.sequences.live_requests import LiveRequests
 from actors.engine.sequences.sequence import Sequence, State
+from actors.engine.sequences.token_events import ResultMismatch
 from actors.engine.sequences.waiting import WaitingQueue
 from actors.wire.kv import KVReport
 from actors.wire.plans import Row, StepPlan
@@ -55,7 +55,7 @@ class Scheduler:
         self.handoffs = Handoffs(config, self.lanes)
         self.decode_transfers, self.prefill_transfers = self.handoffs.decode_transfers, self.handoffs.prefill_transfers
         self.offload = self.handoffs.offload
-        self._roster = Roster(self.tenants)
+        self._live_requests = LiveRequests(self.tenants)
         self._in_flight: dict[int, list[tuple[Row, Sequence]]] = {}
         self._need_no_step: list[Sequence] = []
         self._ended: list[int] = []
@@ -64,7 +64,7 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._roster)
+        return len(self._live_requests)
 
     @property
     def running(self) -> list[Sequence]:
@@ -76,14 +76,14 @@ class Scheduler:
         if self.config.pool is not None and sequence.request.reserves:
             sequence.reserves = True
             sequence.spare_tokens = min(sequence.request.max_tokens, self.config.pool.expected_tokens)
-        self._roster.join(sequence)
+        self._live_requests.join(sequence)
         self.waiting.push(sequence)
         if sequence.is_empty_work:
             self._need_no_step.append(sequence)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
         """End a request early. None for one that is unknown or has ended. What is in flight for it is ignored on arrival."""
-        sequence = self._roster.get(request_id)
+        sequence = self._live_requests.get(request_id)
         if sequence is None:
             return self.prefill_transfers.stop(request_id, TokenEvent(request_id=request_id, finish="abort"))
         self.counts.aborts += 1
@@ -98,9 +98,9 @@ class Scheduler:
             self._start_over(sequence)
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
-        events += [self._end(sequence, "deadline") for sequence in self._roster.late(now)]
+        events += [self._end(sequence, "deadline") for sequence in self._live_requests.late(now)]
         if self.config.pool is not None:
-            events += self.prefill_transfers.heartbeats(self._roster.tickets(), now)
+            events += self.prefill_transfers.heartbeats(self._live_requests.tickets(), now)
         return [event for event in events if event is not None]
 
     def on_kv_report(self, report: KVReport, now: float) -> list[TokenEvent]:
@@ -255,7 +255,7 @@ class Scheduler:
         sequence.num_computed = row.start + row.count
         self._register(sequence)
         if scored is not None and sequence.scores_prompt:
-            answers.gather(sequence, scored)
+            token_events.add_prompt_logprobs(sequence, scored)
         if row.sample != (sampled is not None):
             raise ResultMismatch(f"step samples {row.sample} for sequence {row.sequence_id}, result holds {sampled!r}")
         if sampled is not None and sampled.error is not None:
@@ -276,7 +276,7 @@ class Scheduler:
     def _add_token(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
         """The next token, which may be the last, or the last that is sampled here."""
         sequence.tokens.append(token)
-        event = answers.word(sequence, token, logprobs)
+        event = token_events.token_event(sequence, token, logprobs)
         if sequence.request.ticket is not None:
             self._drop(sequence)
             return [event, *_some(self.prefill_transfers.computed(sequence.request.request_id))]
@@ -287,11 +287,11 @@ class Scheduler:
         return [event.model_copy(update={"finish": finish, "stop_token": token if finish == "stop" else None})]
 
     def _end_unscored(self, sequence: Sequence) -> TokenEvent | None:
-        return self._end(sequence, "error", answers.unscored(sequence))
+        return self._end(sequence, "error", token_events.unscored_error(sequence))
 
     def _end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent | None:
         """End a sequence without a token. None where ranks may still write for its ticket: the event comes later."""
-        event = answers.end(sequence, finish, error)
+        event = token_events.end_event(sequence, finish, error)
         is_sent = sequence.state is State.RUNNING and sequence.request.ticket is not None
         self._drop(sequence)
         if is_sent:
@@ -309,7 +309,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.forget_ranks()
         sequence.state = State.FINISHED
-        self._roster.leave(sequence)
+        self._live_requests.leave(sequence)
         self.counts.finished += 1
 
 

@@ -13,8 +13,8 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.link.scripted import ScriptedRank, continuation, prompt_logprobs
 from actors.engine.refusal import InvalidRequest, PromptTooLong, check_request
 from actors.engine.scheduler import Scheduler
-from actors.engine.sequences.answers import ResultMismatch
 from actors.engine.sequences.sequence import Sequence
+from actors.engine.sequences.token_events import ResultMismatch
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.results import StepResult

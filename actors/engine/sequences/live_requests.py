@@ -10,7 +10,7 @@ from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.sequence import Sequence
 
 
-class Roster:
+class LiveRequests:
     """Not thread-safe: the scheduler's thread calls it."""
 
     def __init__(self, tenants: TenantCounters) -> None:

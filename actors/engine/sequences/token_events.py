@@ -1,4 +1,4 @@
-"""What is said of a sequence: the events that carry its tokens, its prompt's logprobs, and its end."""
+"""The events of a sequence: those that carry its tokens, its prompt's logprobs, and its end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ResultMismatch(RuntimeError):
     """A step result that does not answer the plan: engine and ranks no longer agree."""
 
 
-def word(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenEvent:
-    """Of a token that it has just got."""
+def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenEvent:
+    """The event for a newly sampled token."""
     return TokenEvent(
         request_id=sequence.request.request_id,
         tokens=[token],
@@ -22,8 +22,8 @@ def word(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenE
     )
 
 
-def end(sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent:
-    """Of its end without a token."""
+def end_event(sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent:
+    """The event that ends it without a token."""
     return TokenEvent(
         request_id=sequence.request.request_id,
         prompt_logprobs=_of_prompt(sequence) if finish == "length" else None,
@@ -33,7 +33,7 @@ def end(sequence: Sequence, finish: FinishReason, error: str | None = None) -> T
     )
 
 
-def gather(sequence: Sequence, scored: PromptLogprobs) -> None:
+def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
     """Put a chunk's prompt logprobs in their places. A sequence recomputed after preemption overwrites its own.
 
     Raises `ResultMismatch` where they are of tokens that the prompt does not have.
@@ -44,7 +44,7 @@ def gather(sequence: Sequence, scored: PromptLogprobs) -> None:
     sequence.prompt_logprobs[scored.first : stop] = scored.entries
 
 
-def unscored(sequence: Sequence) -> str:
+def unscored_error(sequence: Sequence) -> str:
     """What is wrong with one whose prompt has run and is not scored whole."""
     return f"the ranks left out the logprobs of {sequence.prompt_logprobs[1:].count(None)} prompt tokens"
 

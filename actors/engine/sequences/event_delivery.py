@@ -14,7 +14,7 @@ Deliver = Callable[[TokenEvent], None]
 logger = logging.getLogger(__name__)
 
 
-class Deliveries:
+class EventDelivery:
     """The callbacks of live requests. Events of a request that is not live any more are dropped."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
