@@ -26,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from actors.engine.config.engine_config import EngineConfig, Pool
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.engine import Engine
 from actors.wire.rank_config import RankConfig
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
@@ -143,7 +143,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
         max_batch_tokens=max(tokens, 64),
         max_chunk_tokens=chunk,
         step_timeout_s=WAIT_S,
-        pool=Pool(layout=parsed, lease_s=WAIT_S, expected_tokens=8),
+        disaggregation=DisaggregationConfig(layout=parsed, lease_s=WAIT_S, expected_tokens=8),
     )
     engine = Engine(config, ThreadRanks(rank, blocks))
     engine.start()

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from actors.engine.config.engine_config import EngineConfig, Pool
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.refusal import RequestRefused
 from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.kv_transfer.connector_worker import KVConnectorWorker
@@ -112,7 +112,7 @@ def pools(
     range_bytes: int = 1,
     **settings: object,
 ) -> Iterator[Pools]:
-    """Replicas under two layouts. `settings`: of `Pool`, on both sides; `transport` makes those of ranks; `range_bytes`: see
+    """Replicas under two layouts. `settings`: of `DisaggregationConfig`, on both sides; `transport` makes those of ranks; `range_bytes`: see
     `RankConfig`, so few that every range is sent by itself."""
     board = Switchboard()
     make = partial(transport, board)
@@ -132,7 +132,7 @@ def _side(
     settings: dict[str, object],
 ) -> tuple[EngineConfig, torch.dtype, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
-    pool = Pool.model_validate({"layout": parsed, "least_tokens": 1, **settings})
+    disaggregation = DisaggregationConfig.model_validate({"layout": parsed, "least_tokens": 1, **settings})
 
     def attach(parts: Parts) -> Parts:
         transport = make(f"{name}{parts.config.world_rank}")
@@ -144,4 +144,4 @@ def _side(
             parts, kv_connector=kv_connector, kv_offload=KVOffloadWorker(parts.config, parts.cache, config.tiers.settings)
         )
 
-    return config.model_copy(update={"pool": pool, "kv_owners": parsed.kv_owners}), torch.float32, attach
+    return config.model_copy(update={"disaggregation": disaggregation, "kv_owners": parsed.kv_owners}), torch.float32, attach

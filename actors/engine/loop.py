@@ -181,7 +181,7 @@ class StepLoop:
                 tier_late=scheduler.offload.counts.late,
                 tier_hits=dict(scheduler.offload.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
-                handoffs=None if self.config.pool is None else scheduler.handoffs.stats(),
+                handoffs=None if self.config.disaggregation is None else scheduler.handoffs.stats(),
             )
 
     def _run(self) -> None:

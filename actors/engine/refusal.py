@@ -90,7 +90,7 @@ def check_request(request: GenerateRequest, config: EngineConfig) -> None:
 def _check_handoff(request: GenerateRequest, config: EngineConfig) -> None:
     ticket, tokens = request.ticket, len(request.prompt)
     for field, asked in (("reserves", request.reserves), ("ticket", ticket is not None)):
-        if asked and config.pool is None:
+        if asked and config.disaggregation is None:
             raise InvalidRequest(field, asked, "this engine belongs to no pool, so it hands off nothing and takes nothing")
     if ticket is None:
         return

@@ -73,9 +73,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that `check_request` has passed."""
-        if self.config.pool is not None and sequence.request.reserves:
+        if self.config.disaggregation is not None and sequence.request.reserves:
             sequence.reserves = True
-            sequence.spare_tokens = min(sequence.request.max_tokens, self.config.pool.expected_tokens)
+            sequence.spare_tokens = min(sequence.request.max_tokens, self.config.disaggregation.expected_tokens)
         self._live_requests.join(sequence)
         self.waiting.push(sequence)
         if sequence.is_empty_work:
@@ -99,7 +99,7 @@ class Scheduler:
         events = [self._end(s, "length") for s in self._need_no_step if s.state is not State.FINISHED]
         self._need_no_step.clear()
         events += [self._end(sequence, "deadline") for sequence in self._live_requests.late(now)]
-        if self.config.pool is not None:
+        if self.config.disaggregation is not None:
             events += self.prefill_transfers.heartbeats(self._live_requests.tickets(), now)
         return [event for event in events if event is not None]
 

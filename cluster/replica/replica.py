@@ -17,7 +17,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from actors.engine.config.balancing import Balancing
-from actors.engine.config.engine_config import EngineConfig, Pool
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
@@ -274,7 +274,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         vocab_size=settings.spec.vocab_size,
         rope=settings.spec.rope,
         experts=_balancing(settings),
-        pool=Pool(layout=settings.layout) if settings.in_pool else None,
+        disaggregation=DisaggregationConfig(layout=settings.layout) if settings.in_pool else None,
     )
 
 

@@ -17,7 +17,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Pool(BaseModel):
+class DisaggregationConfig(BaseModel):
     """What an engine of a pool must know beside its sizes, to hand off KV or to take it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,7 +115,7 @@ class EngineConfig(BaseModel):
     """How experts are balanced while serving; None: they stay where they are."""
     tiers: Tiering | None = None
     """None: blocks do not outlive the device."""
-    pool: Pool | None = None
+    disaggregation: DisaggregationConfig | None = None
     """None: this engine neither hands off KV nor takes it."""
     vocab_size: Positive | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""

@@ -8,7 +8,7 @@
 
 States only move forward. While a ticket is out somebody may write into its blocks, so they go to nobody else before the
 writer has said that it writes no more, or everything has arrived, or the lease is over (no write begins after it) and
-`Pool.grace_s` has passed on top.
+`DisaggregationConfig.grace_s` has passed on top.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from actors.engine.batching.lane import Lane
-from actors.engine.config.engine_config import EngineConfig, Pool
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.sequences.sequence import Sequence
 from actors.wire.kv import KVExpect, KVReader, KVReport, KVTicket
 from actors.wire.requests import TokenEvent
@@ -112,22 +112,22 @@ class DecodeTransfers:
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """The rule: a prompt is handed off if this engine has `Pool.least_tokens` of it or more in neither cache nor tiers."""
-        pool = self._config.pool
-        return pool is not None and sequence.reserves and sequence.todo >= pool.least_tokens
+        """The rule: a prompt is handed off if this engine has `DisaggregationConfig.least_tokens` of it or more in neither cache nor tiers."""
+        disaggregation = self._config.disaggregation
+        return disaggregation is not None and sequence.reserves and sequence.todo >= disaggregation.least_tokens
 
     def reserve(self, sequence: Sequence, now: float) -> None:
         """Keep the blocks that `sequence` has just got in its lane for its prompt, and have the ranks be ready for it."""
-        pool, request = self._pool, sequence.request
+        disaggregation, request = self._disaggregation, sequence.request
         lane = self._lanes[sequence.lane]
         transfer = DecodeTransfer(
             ticket_id=f"{request.request_id}~{sequence.order}",
             sequence=sequence,
             lane=lane.index,
             blocks=list(sequence.blocks),
-            ranks=pool.ranks_of(lane.index),
+            ranks=disaggregation.ranks_of(lane.index),
             first=sequence.num_computed,
-            lease_ends_s=now + pool.lease_s,
+            lease_ends_s=now + disaggregation.lease_s,
         )
         lane.num_reserved += 1
         self._open[transfer.ticket_id] = transfer
@@ -152,7 +152,7 @@ class DecodeTransfers:
                 transfer.readers[report.world_rank] = reader
                 if transfer.readers.keys() == transfer.ranks:
                     transfer.advance(DecodeTransferState.OPEN)
-                    transfer.heartbeat_deadline_s = now + self._pool.first_heartbeat_timeout_s
+                    transfer.heartbeat_deadline_s = now + self._disaggregation.first_heartbeat_timeout_s
                     events.append(
                         TokenEvent(request_id=transfer.sequence.request.request_id, ticket=self._ticket(transfer, now))
                     )
@@ -180,7 +180,7 @@ class DecodeTransfers:
 
     def on_heartbeat(self, transfer: DecodeTransfer, is_sent: bool, now: float) -> None:
         """Whoever has its ticket lives, or has nothing more to say of it."""
-        transfer.heartbeat_deadline_s = math.inf if is_sent else now + self._pool.heartbeat_timeout_s
+        transfer.heartbeat_deadline_s = math.inf if is_sent else now + self._disaggregation.heartbeat_timeout_s
 
     def of(self, sequence: Sequence) -> DecodeTransfer:
         """That of a reserved sequence."""
@@ -204,15 +204,15 @@ class DecodeTransfers:
         ones past their grace are done."""
         late = [transfer for transfer in self if now >= transfer.ends_s]
         for transfer in late:
-            if transfer.state is DecodeTransferState.DRAINING and now >= transfer.lease_ends_s + self._pool.grace_s:
+            if transfer.state is DecodeTransferState.DRAINING and now >= transfer.lease_ends_s + self._disaggregation.grace_s:
                 self.counts.outlived += 1
                 self._free(transfer)
         return [transfer for transfer in late if transfer.is_live]
 
     @property
-    def _pool(self) -> Pool:
-        assert self._config.pool is not None, "an engine without a pool reserves nothing"
-        return self._config.pool
+    def _disaggregation(self) -> DisaggregationConfig:
+        assert self._config.disaggregation is not None, "an engine without a pool reserves nothing"
+        return self._config.disaggregation
 
     def _free(self, transfer: DecodeTransfer) -> None:
         if not transfer.has_arrived:
@@ -228,7 +228,7 @@ class DecodeTransfers:
         sequence = transfer.sequence
         return KVTicket(
             ticket_id=transfer.ticket_id,
-            layout=str(self._pool.layout),
+            layout=str(self._disaggregation.layout),
             page_tokens=self._config.block_size,
             lane=transfer.lane,
             blocks=self._pages(transfer),

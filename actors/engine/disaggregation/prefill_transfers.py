@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from actors.engine.batching.lane import Lane
-from actors.engine.config.engine_config import EngineConfig, Pool
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.sequences.sequence import Sequence
 from actors.wire.kv import KVReport, KVSend, KVSent, KVTicket
 from actors.wire.requests import TokenEvent
@@ -116,7 +116,7 @@ class PrefillTransfers:
             lane=sequence.lane,
             sequence_id=sequence.sequence_id,
             lease_s=lease_s,
-            grace_s=self._pool.grace_s / 2,  # well before the decode side takes its blocks back
+            grace_s=self._disaggregation.grace_s / 2,  # well before the decode side takes its blocks back
         )
         self.sends.append(send)
         self._open[ticket.ticket_id] = PrefillTransfer(
@@ -124,7 +124,7 @@ class PrefillTransfers:
             sequence=sequence,
             lane=sequence.lane,
             blocks=list(sequence.blocks),
-            waiting_for=set(self._pool.ranks_of(sequence.lane)),
+            waiting_for=set(self._disaggregation.ranks_of(sequence.lane)),
             last=TokenEvent(request_id=ticket.ticket_id, finish="handoff"),
         )
 
@@ -178,9 +178,9 @@ class PrefillTransfers:
         self.counts.exposed_s += sent.exposed_s
 
     @property
-    def _pool(self) -> Pool:
-        assert self._config.pool is not None, "an engine without a pool sends nothing"
-        return self._config.pool
+    def _disaggregation(self) -> DisaggregationConfig:
+        assert self._config.disaggregation is not None, "an engine without a pool sends nothing"
+        return self._config.disaggregation
 
 
 def _aborted(ticket_id: str, reason: str) -> TokenEvent:

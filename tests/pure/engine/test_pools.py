@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine.config.engine_config import EngineConfig, Pool, Tiering
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, Tiering
 from actors.engine.disaggregation.decode_transfers import DecodeTransferState
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
@@ -25,9 +25,11 @@ LEASE_S, GRACE_S = 10.0, 2.0
 
 
 def config(layout: str = "tp=2", **changes: Any) -> EngineConfig:
-    pool = Pool(layout=Layout.parse(layout), least_tokens=4, expected_tokens=6, lease_s=LEASE_S, grace_s=GRACE_S)
+    disaggregation = DisaggregationConfig(
+        layout=Layout.parse(layout), least_tokens=4, expected_tokens=6, lease_s=LEASE_S, grace_s=GRACE_S
+    )
     sizes = {"num_blocks": 8, "block_size": 4, "max_model_len": 32, "max_batch_tokens": 8, "max_sequences": 4}
-    return EngineConfig(**{**sizes, "pool": pool, **changes})
+    return EngineConfig(**{**sizes, "disaggregation": disaggregation, **changes})
 
 
 def request(prompt_length: int = 10, **changes: Any) -> GenerateRequest:
@@ -214,11 +216,13 @@ def test_silence_after_a_heartbeat_costs_less_than_the_lease(last: str) -> None:
 
 def patient() -> EngineConfig:
     """A lease that is longer than anything here, and nothing else that is not as in service."""
-    return config(pool=Pool(layout=Layout.parse("tp=2"), least_tokens=4, expected_tokens=6, lease_s=600.0))
+    return config(
+        disaggregation=DisaggregationConfig(layout=Layout.parse("tp=2"), least_tokens=4, expected_tokens=6, lease_s=600.0)
+    )
 
 
 def test_a_prompt_gets_a_heartbeat_a_second_while_it_waits_is_computed_and_is_sent() -> None:
-    side = Side(config(max_sequences=1, pool=patient().pool))
+    side = Side(config(max_sequences=1, disaggregation=patient().disaggregation))
     side.add(request(request_id="a", ticket=ticket(lease_s=600.0)))
     side.add(request(request_id="b", ticket=ticket(ticket_id="b", lease_s=600.0)))
     for side.now, heartbeats in ((1.0, ["a", "b"]), (1.5, []), (2.1, ["b", "a"])):
