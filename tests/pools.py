@@ -138,10 +138,10 @@ def _side(
         transport = make(f"{name}{parts.config.world_rank}")
         ranked = parts.config.model_copy(update={"handoff_range_bytes": range_bytes})
         kv_connector = KVConnectorWorker.of(ranked, parts.cache, transport, "local", "a" * 64)
-        if config.tiers is None:
+        if config.offload is None:
             return replace(parts, kv_connector=kv_connector)
         return replace(
-            parts, kv_connector=kv_connector, kv_offload=KVOffloadWorker(parts.config, parts.cache, config.tiers.settings)
+            parts, kv_connector=kv_connector, kv_offload=KVOffloadWorker(parts.config, parts.cache, config.offload.tiers)
         )
 
     return config.model_copy(update={"disaggregation": disaggregation, "kv_owners": parsed.kv_owners}), torch.float32, attach

@@ -24,7 +24,7 @@ from actors.model.kv.kv_caches import KVCaches
 from actors.wire.kv import KVFetch, KVReport
 from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.ownership.handoff import Side, holdings
 from placement.ownership.handoff_pages import PageTable
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class KVOffloadWorker:
     """One rank's. Its methods are called from the rank's thread."""
 
-    def __init__(self, config: RankConfig, cache: KVCaches, settings: TierSettings) -> None:
+    def __init__(self, config: RankConfig, cache: KVCaches, settings: TierConfig) -> None:
         lane = mesh.coords_of(config.layout, config.world_rank).attn_dp
         side = Side(config.layout, config.block_size, lane)
         self._rank, self._lane, self._device = config.world_rank, lane, torch.device(config.device)

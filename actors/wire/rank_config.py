@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from placement.model.spec import DType, ModelSpec
 
@@ -31,7 +31,7 @@ class RankConfig(BaseModel):
     """Ranges of its layers that a hand-off sends one after the other while a step runs; 1: all when its last layer has run."""
     handoff_range_bytes: int = Field(default=1 << 20, ge=1)
     """A range with less than this of a prompt goes with the next one: every write has a price on the rank."""
-    tiers: TierSettings | None = None
+    tiers: TierConfig | None = None
     """What stands behind its pages; None: nothing."""
     threads: int | None = None
     """CPU threads of the maths in this rank; None shares the node's cores evenly."""

@@ -23,7 +23,7 @@ from cluster.replica.placement_group import ReservedBundles
 from cluster.replica.rank_actor import RankActor
 from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
 from cluster.replica.settings import ReplicaSettings
-from cluster.replica.tiers import tier_settings
+from cluster.replica.tiers import tier_config
 from placement.model.spec import ModelError
 from placement.ownership.context import BLOCK_TOKENS
 
@@ -108,7 +108,7 @@ def _make(settings: ReplicaSettings, reserved: ReservedBundles, rank: int, name:
         device=settings.device,
         dtype=settings.dtype,
         block_size=BLOCK_TOKENS,
-        tiers=tier_settings(settings),
+        tiers=tier_config(settings),
         in_pool=settings.in_pool,
         threads=settings.threads_per_rank,
     )

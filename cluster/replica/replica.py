@@ -27,7 +27,7 @@ from actors.wire.roles import Role, Work
 from cluster.replica import launch, placement_group
 from cluster.replica.roles import Duty, DutyReport
 from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
-from cluster.replica.tiers import tiering
+from cluster.replica.tiers import offload_config
 from placement.cost import memory
 from placement.layout import mesh
 from placement.model.spec import DTYPE_BYTES
@@ -266,7 +266,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         max_batch_tokens=settings.max_batch_tokens,
         max_chunk_tokens=_POOL_CHUNK_TOKENS if settings.in_pool else _CHUNK_TOKENS,
         max_sequences=settings.max_sequences,
-        tiers=tiering(settings),
+        offload=offload_config(settings),
         stages=settings.layout.pp,
         plans_in_flight=settings.plans_in_flight,
         max_waiting_requests=settings.max_waiting,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from actors.engine.config.engine_config import Tiering
+from actors.engine.config.engine_config import OffloadConfig
 from actors.kv_offload.key_layout import own_folder
 from actors.kv_offload.piece import Form
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory
 from placement.model.digest import model_digest
@@ -16,14 +16,14 @@ from placement.model.spec import ModelSpec
 from placement.ownership.context import BLOCK_TOKENS
 
 
-def tier_settings(settings: ReplicaSettings) -> TierSettings | None:
+def tier_config(settings: ReplicaSettings) -> TierConfig | None:
     """None where none was asked for. Reads a sample of the weights. Raises `FileNotFoundError` where there are none, and
     `DirectoryError` where the replica's machine cannot have the directory: told here, a start ends before there are ranks."""
     if not settings.host_cache_bytes and settings.disk_cache is None:
         return None
     if settings.disk_cache is not None:
         own_folder(settings.disk_cache)
-    return TierSettings(
+    return TierConfig(
         model_digest=_digest(settings.spec, settings.model_path),
         host_bytes=settings.host_cache_bytes,
         directory=settings.disk_cache,
@@ -31,14 +31,14 @@ def tier_settings(settings: ReplicaSettings) -> TierSettings | None:
     )
 
 
-def tiering(settings: ReplicaSettings) -> Tiering | None:
+def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
     """What the engine must know of them."""
-    tiers = tier_settings(settings)
+    tiers = tier_config(settings)
     if tiers is None:
         return None
     needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
-    return Tiering(
-        settings=tiers,
+    return OffloadConfig(
+        tiers=tiers,
         layout=settings.layout,
         form=Form.of(settings.spec, tiers.model_digest, settings.dtype, BLOCK_TOKENS),
         block_bytes=max(rank.block_bytes for rank in needs),

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.engine.config.balancing import Balancing
 from actors.kv_offload.piece import Form
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import RopeSpec
@@ -42,24 +42,24 @@ class DisaggregationConfig(BaseModel):
         return mesh.lane_ranks(self.layout, lane)
 
 
-class Tiering(BaseModel):
+class OffloadConfig(BaseModel):
     """What an engine must know of the tiers behind its ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    settings: TierSettings
+    tiers: TierConfig
     layout: Layout
     form: Form
     block_bytes: Positive
     """Of one block, on the rank that keeps most of it."""
-    fetch_s: Seconds = 5.0
+    fetch_timeout_s: Seconds = 5.0
     """From asking the ranks for blocks to the last moment at which their sequence waits for them; then it is computed."""
 
     @property
     def capacity(self) -> int:
         """Blocks that the tiers hold."""
-        shared = self.settings.directory_bytes if self.settings.directory is not None else 0
-        return max(self.settings.host_bytes, shared // self.layout.world) // self.block_bytes
+        shared = self.tiers.directory_bytes if self.tiers.directory is not None else 0
+        return max(self.tiers.host_bytes, shared // self.layout.world) // self.block_bytes
 
     def ranks_of(self, lane: int) -> frozenset[int]:
         """World ranks of a lane."""
@@ -113,7 +113,7 @@ class EngineConfig(BaseModel):
     """The model's: whether prompts of unlike length may share cached keys depends on it."""
     experts: Balancing | None = None
     """How experts are balanced while serving; None: they stay where they are."""
-    tiers: Tiering | None = None
+    offload: OffloadConfig | None = None
     """None: blocks do not outlive the device."""
     disaggregation: DisaggregationConfig | None = None
     """None: this engine neither hands off KV nor takes it."""

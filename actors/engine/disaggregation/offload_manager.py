@@ -8,7 +8,7 @@
 
 What this engine had saved it believes to be there, as much as the tiers hold; what others saved it sees in the directory. To
 be wrong costs a look: ranks say how many blocks they found, and the rest is computed. Blocks that are being filled go to
-nobody else before every rank has said so, whatever becomes of their sequence: one that has waited `Tiering.fetch_s` is computed
+nobody else before every rank has said so, whatever becomes of their sequence: one that has waited `OffloadConfig.fetch_timeout_s` is computed
 in other blocks, and nobody asks the tiers while a rank still owes an answer.
 """
 
@@ -76,19 +76,19 @@ class KVOffloadManager:
         self.saves: list[KVSave] = []
         self.fetches: list[KVFetch] = []
         """Both: for the next plan."""
-        self._config, self._lanes, self._tiers = config, lanes, config.tiers
+        self._config, self._lanes, self._offload = config, lanes, config.offload
         self._under_way: dict[str, _Fetch] = {}
         self.is_stuck = False
         """Whether a rank was late at the last look, and still is."""
-        self._believed = _Believed(config.tiers.capacity if config.tiers is not None else 0)
+        self._believed = _Believed(config.offload.capacity if config.offload is not None else 0)
         self._doubted: set[BlockHash] = set()
         self._directory: DirectoryTier | None = None
         self._form: Form | None = None
-        if config.tiers is not None:
-            self._form = config.tiers.form
-            settings = config.tiers.settings
-            if settings.directory is not None:
-                self._directory = DirectoryTier(settings.directory, settings.directory_bytes)
+        if config.offload is not None:
+            self._form = config.offload.form
+            tiers = config.offload.tiers
+            if tiers.directory is not None:
+                self._directory = DirectoryTier(tiers.directory, tiers.directory_bytes)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -100,7 +100,7 @@ class KVOffloadManager:
 
     def save(self, sequence: Sequence, places: range) -> None:
         """Blocks of a sequence are full and computed: put away those that are not yet."""
-        if self._tiers is None:
+        if self._offload is None:
             return
         fresh = [place for place in places if not self._is_there(sequence.chain.hashes[place])]
         if fresh:
@@ -113,7 +113,7 @@ class KVOffloadManager:
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Blocks behind those found on the device that a tier is believed to have. Never the last token's."""
-        if self._tiers is None or sequence.scores_prompt or not self._config.prefix_cache:
+        if self._offload is None or sequence.scores_prompt or not self._config.prefix_cache:
             return 0
         if self.is_stuck or sequence.skips_tiers:
             return 0
@@ -123,10 +123,10 @@ class KVOffloadManager:
 
     def fetch(self, sequence: Sequence, count: int, now: float) -> None:
         """Have `count` blocks of a sequence, which has them all, filled."""
-        assert self._tiers is not None
+        assert self._offload is not None
         ticket_id, first = f"{sequence.request.request_id}~{sequence.order}~{sequence.preemptions}", sequence.num_registered
         hashes = sequence.chain.hashes[first : first + count]
-        ranks, ends_s = set(self._tiers.ranks_of(sequence.lane)), now + self._tiers.fetch_s
+        ranks, ends_s = set(self._offload.ranks_of(sequence.lane)), now + self._offload.fetch_timeout_s
         self._under_way[ticket_id] = _Fetch(sequence, sequence.lane, list(sequence.blocks), hashes, ranks, count, ends_s)
         self._lanes[sequence.lane].num_reserved += 1
         self.counts.asked_tokens += count * self._config.block_size

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine.config.engine_config import EngineConfig, Tiering
+from actors.engine.config.engine_config import EngineConfig, OffloadConfig
 from actors.engine.config.stats import EngineStats
 from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.kv_offload.piece import Form
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from tests.inprocess import InProcess, in_process
 from tests.tiny_models import TinyModel, tiny
@@ -32,15 +32,15 @@ def config(blocks: int) -> EngineConfig:
     return EngineConfig(block_size=BLOCK, num_blocks=blocks, max_model_len=128, max_batch_tokens=64, max_sequences=8)
 
 
-def tiered(model: TinyModel, layout: str, blocks: int, settings: TierSettings) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
+def tiered(model: TinyModel, layout: str, blocks: int, settings: TierConfig) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
     form = Form.of(model.spec, settings.model_digest, "float32", BLOCK)
-    tiers = Tiering(settings=settings, layout=parsed, form=form, block_bytes=4096)
+    offload = OffloadConfig(tiers=settings, layout=parsed, form=form, block_bytes=4096)
 
     def attach(parts: Parts) -> Parts:
         return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.cache, settings))
 
-    return config(blocks).model_copy(update={"tiers": tiers, "kv_owners": parsed.kv_owners}), attach
+    return config(blocks).model_copy(update={"offload": offload, "kv_owners": parsed.kv_owners}), attach
 
 
 def run(
@@ -82,7 +82,7 @@ def prompts(seed: int, count: int, length: int = 41) -> list[list[int]]:
 def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout: str) -> None:
     model, texts = tiny(family), prompts(1, 12)
     expected = answers(model, texts)
-    engine, attach = tiered(model, layout, 26, TierSettings(model_digest="a" * 64, host_bytes=64 << 20))
+    engine, attach = tiered(model, layout, 26, TierConfig(model_digest="a" * 64, host_bytes=64 << 20))
 
     def work(replica: InProcess) -> None:
         for turn in range(2):
@@ -100,7 +100,7 @@ def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout
 def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(2, 4)
     expected = answers(model, texts)
-    settings = TierSettings(model_digest="b" * 64, directory=tmp_path)
+    settings = TierConfig(model_digest="b" * 64, directory=tmp_path)
 
     def work(replica: InProcess) -> None:
         assert [replica.run(request(str(at), text)).tokens for at, text in enumerate(texts)] == expected
@@ -123,7 +123,7 @@ def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> No
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     texts = prompts(3, 2)
     for digest in ("c" * 64, "d" * 64):
-        settings = TierSettings(model_digest=digest, directory=tmp_path)
+        settings = TierConfig(model_digest=digest, directory=tmp_path)
 
         def work(replica: InProcess) -> None:
             for at, text in enumerate(texts):
@@ -136,7 +136,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
 def test_cancelled_while_their_blocks_are_fetched(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(4, 30)
     expected = answers(model, texts)
-    settings = TierSettings(model_digest="e" * 64, host_bytes=64 << 20, directory=tmp_path)
+    settings = TierConfig(model_digest="e" * 64, host_bytes=64 << 20, directory=tmp_path)
     draw = random.Random(5)
 
     def work(replica: InProcess) -> None:

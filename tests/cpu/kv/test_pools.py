@@ -12,7 +12,7 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.refusal import InvalidRequest
 from actors.kv_transfer.pages import copy_slots
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from placement.legality.check import check
 from placement.ownership.handoff import Copy, Side, head_bytes
@@ -169,7 +169,7 @@ def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, dec
     preemptions on the decode side lose comes back from its own."""
     model, texts = tiny("llama3"), prompts(7, 14)
     expected = answers(model, texts)
-    settings = TierSettings(model_digest="a" * 64, host_bytes=64 << 20, directory=tmp_path)
+    settings = TierConfig(model_digest="a" * 64, host_bytes=64 << 20, directory=tmp_path)
     one, other = (tiered(model, layout, 30, settings)[0] for layout in (prefill, decode))
     with pools(model, prefill, decode, one, other, expected_tokens=2) as both:
         for turn in range(3):

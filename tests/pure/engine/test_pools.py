@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, Tiering
+from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, OffloadConfig
 from actors.engine.disaggregation.decode_transfers import DecodeTransferState
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
@@ -17,7 +17,7 @@ from actors.wire.kv import KVReader, KVReport, KVSent, KVTicket
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob
 from actors.wire.results import Sampled, StepResult
-from actors.wire.tier_settings import TierSettings
+from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from tests.handoff_cases import heads_model
 
@@ -316,7 +316,7 @@ def test_tiers_are_read_first_and_the_rest_is_handed_off_if_it_is_worth_it(lengt
 
 
 def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> None:
-    side = tiered_side(fetch_s=5.0)
+    side = tiered_side(fetch_timeout_s=5.0)
     side.add(request(max_tokens=1))
     [fetch] = side.step().fetches
     side.report(0, fetched={fetch.ticket_id: 2})
@@ -339,7 +339,7 @@ def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> No
 
 
 def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
-    side = tiered_side(fetch_s=5.0)
+    side = tiered_side(fetch_timeout_s=5.0)
     side.add(request(max_tokens=1))
     [fetch] = side.step().fetches
     side.now = 5.0
@@ -352,9 +352,9 @@ def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
 def tiered_side(**changes: Any) -> Side:
     """Two blocks of ``range(9)`` and two of ``range(20, 29)`` are in the tiers, and have left the device since."""
     form = Form.of(heads_model(4), "a" * 64, "float32", 4)
-    settings = TierSettings(model_digest="a" * 64, host_bytes=1 << 20)
-    tiers = Tiering(settings=settings, layout=Layout.parse("tp=2"), form=form, block_bytes=64, **changes)
-    side = Side(config(tiers=tiers))
+    settings = TierConfig(model_digest="a" * 64, host_bytes=1 << 20)
+    offload = OffloadConfig(tiers=settings, layout=Layout.parse("tp=2"), form=form, block_bytes=64, **changes)
+    side = Side(config(offload=offload))
     for prompt in (range(9), range(20, 29), range(50, 81)):
         run_alone(side, prompt)
     return side

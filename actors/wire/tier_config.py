@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Bytes = Annotated[int, Field(ge=0)]
 
 
-class TierSettings(BaseModel):
+class TierConfig(BaseModel):
     """Host memory of `host_bytes` for each rank (0: none), and a directory of `directory_bytes` for all that use it together
     (None: none).
 
