@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from actors.kv_offload.block_part import BlockPart, Form
 from actors.kv_offload.directory import DirectoryTier
-from actors.kv_offload.piece import Form, Piece
 
-WHOLE = Piece(range(4), range(3), range(16))
+WHOLE = BlockPart(range(4), range(3), range(16))
 FORM = Form("a" * 64, "float32", 2, 8, 16)
 PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
 

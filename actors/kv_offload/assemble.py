@@ -1,4 +1,4 @@
-"""Putting the piece that a rank needs together from pieces that other ranks wrote, under any layout."""
+"""Putting the part that a rank needs together from parts that other ranks wrote, under any layout."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from actors.kv_offload.piece import Form, Piece
+from actors.kv_offload.block_part import BlockPart, Form
 from placement.model.spec import DTYPE_BYTES
 
-ReadBytes = Callable[[Piece], bytes | None]
-"""The bytes of a piece; None where it is gone, or damaged."""
+ReadBytes = Callable[[BlockPart], bytes | None]
+"""The bytes of a part; None where it is gone, or damaged."""
 
 
-def assemble(form: Form, wanted: Piece, there: Iterable[Piece], load: ReadBytes) -> bytes | None:
-    """The bytes of `wanted`, made of overlapping parts of the pieces that are `there`; None where some of it is missing.
+def assemble(form: Form, wanted: BlockPart, there: Iterable[BlockPart], load: ReadBytes) -> bytes | None:
+    """The bytes of `wanted`, made of the overlaps with block parts that are `there`; None where some of it is missing.
 
-    The largest parts are taken first, and only pieces with something still missing are loaded. A piece that cannot be loaded,
+    The largest overlaps are taken first, and only parts with something still missing are loaded. A part that cannot be loaded,
     or has another size than its name says, is as if it were not there.
     """
-    parts = [(piece, both) for piece in there if (both := wanted.overlap(piece)) is not None]
-    parts.sort(key=lambda part: (-part[1].size, str(part[0])))
+    overlaps = [(part, both) for part in there if (both := wanted.overlap(part)) is not None]
+    overlaps.sort(key=lambda pair: (-pair[1].size, str(pair[0])))
     missing = np.ones((len(wanted.layers), len(wanted.kv_heads), len(wanted.positions)), bool)
     out = np.zeros(_shape(form, wanted), np.uint8)
-    for piece, both in parts:
+    for part, both in overlaps:
         into = _index(both.within(wanted))
         if not missing[into].any():
             continue
-        data = load(piece)
-        if data is None or len(data) != form.num_bytes(piece):
+        data = load(part)
+        if data is None or len(data) != form.num_bytes(part):
             continue
-        if piece == wanted:
+        if part == wanted:
             return data
         layers, heads, positions = into
-        source = np.frombuffer(data, np.uint8).reshape(_shape(form, piece))
-        own_layers, own_heads, own_positions = _index(both.within(piece))
+        source = np.frombuffer(data, np.uint8).reshape(_shape(form, part))
+        own_layers, own_heads, own_positions = _index(both.within(part))
         out[layers, :, heads, positions] = source[own_layers, :, own_heads, own_positions]
         missing[into] = False
         if not missing.any():
@@ -42,20 +42,20 @@ def assemble(form: Form, wanted: Piece, there: Iterable[Piece], load: ReadBytes)
     return None
 
 
-def covers(wanted: Piece, there: Iterable[Piece]) -> bool:
+def covers(wanted: BlockPart, there: Iterable[BlockPart]) -> bool:
     """Whether `wanted` could be put together from these."""
     missing = np.ones((len(wanted.layers), len(wanted.kv_heads), len(wanted.positions)), bool)
-    for piece in there:
-        both = wanted.overlap(piece)
+    for part in there:
+        both = wanted.overlap(part)
         if both is not None:
             missing[_index(both.within(wanted))] = False
     return not missing.any()
 
 
-def _shape(form: Form, piece: Piece) -> tuple[int, ...]:
+def _shape(form: Form, part: BlockPart) -> tuple[int, ...]:
     value_bytes = form.kv_dim * DTYPE_BYTES[form.dtype]
-    return len(piece.layers), form.planes, len(piece.kv_heads), len(piece.positions), value_bytes
+    return len(part.layers), form.planes, len(part.kv_heads), len(part.positions), value_bytes
 
 
-def _index(piece: Piece) -> tuple[slice, slice, slice]:
-    return tuple(slice(each.start, each.stop) for each in (piece.layers, piece.kv_heads, piece.positions))  # type: ignore[return-value]
+def _index(part: BlockPart) -> tuple[slice, slice, slice]:
+    return tuple(slice(each.start, each.stop) for each in (part.layers, part.kv_heads, part.positions))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A thread that writes pieces to the shared tier, so that the step loop never waits for a disk."""
+"""A thread that writes parts to the shared tier, so that the step loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 from collections import deque
 from threading import Condition, Thread
 
-from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.block_part import BlockName, BlockPart
 from actors.kv_offload.shared import SharedTier
 
 logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Stores what it is given in `tier`, in order. At most `limit_bytes` wait; beyond that pieces are turned away: a slow
+    """Stores what it is given in `tier`, in order. At most `limit_bytes` wait; beyond that parts are turned away: a slow
     disk costs hits, not time."""
 
     def __init__(self, tier: SharedTier, limit_bytes: int) -> None:
@@ -21,20 +21,20 @@ class BackgroundWriter:
         self.num_turned_away = 0
         self.num_failed = 0
         self._tier = tier
-        self._queue: deque[tuple[BlockName, Piece, bytes, int]] = deque()
+        self._queue: deque[tuple[BlockName, BlockPart, bytes, int]] = deque()
         self._waiting_bytes = 0
         self._closed = False
         self._changed = Condition()
         self._thread = Thread(target=self._run, name="kv-tier-writer", daemon=True)
         self._thread.start()
 
-    def offer(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
+    def offer(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
         """Write it some time; False where too much waits already, or this is closed. Never waits."""
         with self._changed:
             if self._closed or self._waiting_bytes + len(data) > self.limit_bytes:
                 self.num_turned_away += 1
                 return False
-            self._queue.append((block, piece, data, place))
+            self._queue.append((block, part, data, place))
             self._waiting_bytes += len(data)
             self._changed.notify_all()
             return True
@@ -65,7 +65,7 @@ class BackgroundWriter:
                 self._waiting_bytes -= len(taken[2])
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[BlockName, Piece, bytes, int] | None:
+    def _take(self) -> tuple[BlockName, BlockPart, bytes, int] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return self._queue.popleft() if self._queue else None

@@ -1,11 +1,11 @@
-"""The shared tier in a directory: a folder a block, a file a piece, bounded in bytes for all processes together.
+"""The shared tier in a directory: a folder a block, a file a part, bounded in bytes for all processes together.
 
     DIR/shardwright-kv-1/.ledger                     bytes of all files; locked by whoever adds or removes some
-    DIR/shardwright-kv-1/ab/abcd…64/l0-4_h0-1_p0-16  a piece (`actors.kv_offload.file_format`)
+    DIR/shardwright-kv-1/ab/abcd…64/l0-4_h0-1_p0-16  a part (`actors.kv_offload.file_format`)
     DIR/shardwright-kv-1/ab/abcd…64/.new-…           one being written: renamed when it is whole
 
 Whatever else lies there is a person's, and left alone. A file appears by a rename, so whatever ends a process leaves no
-half-written piece under a piece's name. Use is noted as the file's modification time, earlier for the later blocks of a
+half-written part under a part's name. Use is noted as the file's modification time, earlier for the later blocks of a
 sequence; whoever finds no room left removes the files used longest ago. The ledger counts a file before it appears, so after a
 kill it can say too much, never too little; removing files counts them anew.
 """
@@ -23,12 +23,12 @@ from pathlib import Path
 from threading import Lock
 
 from actors.kv_offload import key_layout
+from actors.kv_offload.block_part import BlockName, BlockPart
 from actors.kv_offload.file_format import decode, encode
 from actors.kv_offload.ledger import Ledger
-from actors.kv_offload.piece import BlockName, Piece
 
 _KEEP = 0.9
-"""How full the directory is left by making room, so that not every piece has to."""
+"""How full the directory is left by making room, so that not every part has to."""
 _PLACE_S = 0.1
 """How much longer ago a block counts as used than the one before it, so that of a sequence its end goes first: more than what
 computing a block takes, and little beside the age of what is given up."""
@@ -60,20 +60,20 @@ class DirectoryTier:
         except OSError as error:  # another process is at it; whoever makes room counts
             self._warn_once(error)
 
-    def pieces(self, block: BlockName) -> list[Piece]:
+    def parts(self, block: BlockName) -> list[BlockPart]:
         try:
             names = os.listdir(key_layout.folder(self._own, block))
         except OSError:
             return []
-        return [piece for name in names if (piece := Piece.parse(name)) is not None]
+        return [part for name in names if (part := BlockPart.parse(name)) is not None]
 
-    def load(self, block: BlockName, piece: Piece, place: int = 0) -> bytes | None:
-        path = key_layout.folder(self._own, block) / str(piece)
+    def load(self, block: BlockName, part: BlockPart, place: int = 0) -> bytes | None:
+        path = key_layout.folder(self._own, block) / str(part)
         try:
             content = path.read_bytes()
         except OSError:
             return None
-        data = decode(content, block, piece)
+        data = decode(content, block, part)
         if data is None:
             self.num_damaged += 1
             logger.warning("%s is damaged or not what its name says: removed, and counted as a miss", path)
@@ -84,8 +84,8 @@ class DirectoryTier:
         self._used(path, place)
         return data
 
-    def store(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
-        path, content = key_layout.folder(self._own, block) / str(piece), encode(block, piece, data)
+    def store(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
+        path, content = key_layout.folder(self._own, block) / str(part), encode(block, part, data)
         if path.is_file() and path not in self._condemned:
             self._used(path, place)
             return True

@@ -1,8 +1,8 @@
-"""A piece of a block as a file: what it is, then its bytes, under one checksum.
+"""A part of a block as a file: what it is, then its bytes, under one checksum.
 
-    "SWKV" | checksum of all that follows, 16 bytes (BLAKE2b) | header length u32 | header (msgpack) | bytes of the piece
+    "SWKV" | checksum of all that follows, 16 bytes (BLAKE2b) | header length u32 | header (msgpack) | bytes of the part
 
-Whatever is not exactly that, for exactly the piece that was asked for, is a miss: a flipped bit anywhere, a file cut short or
+Whatever is not exactly that, for exactly the part that was asked for, is a miss: a flipped bit anywhere, a file cut short or
 too long, another version, a file under another's name.
 """
 
@@ -14,7 +14,7 @@ import struct
 import msgpack
 from pydantic import ValidationError
 
-from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.block_part import BlockName, BlockPart
 from actors.wire.message import Message
 
 VERSION = 1
@@ -27,19 +27,19 @@ _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 class _Header(Message):
     version: int
     block: str
-    piece: str
+    piece: str  # the key of the part in files on disk
     num_bytes: int
 
 
-def encode(block: BlockName, piece: Piece, data: bytes) -> bytes:
-    """The file of a piece."""
-    header = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=len(data)).pack()
+def encode(block: BlockName, part: BlockPart, data: bytes) -> bytes:
+    """The file of a part."""
+    header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=len(data)).pack()
     body = b"".join((_LENGTH.pack(len(header)), header, data))
     return b"".join((_MAGIC, _checksum(body), body))
 
 
-def decode(content: bytes, block: BlockName, piece: Piece) -> bytes | None:
-    """The bytes of this piece of this block in a file; None where the file is not whole, or is that of something else."""
+def decode(content: bytes, block: BlockName, part: BlockPart) -> bytes | None:
+    """The bytes of this part of this block in a file; None where the file is not whole, or is that of something else."""
     start = len(_MAGIC) + _SUM_BYTES
     body = content[start:]
     if len(body) < _LENGTH.size or content[:start] != _MAGIC + _checksum(body):
@@ -50,13 +50,13 @@ def decode(content: bytes, block: BlockName, piece: Piece) -> bytes | None:
     except _MALFORMED:
         return None
     data = body[end:]
-    meant = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=len(data))
+    meant = _Header(version=VERSION, block=block, piece=str(part), num_bytes=len(data))
     return data if header == meant else None
 
 
-def file_bytes(block: BlockName, piece: Piece, num_bytes: int) -> int:
-    """Length of the file of a piece of so many bytes."""
-    header = _Header(version=VERSION, block=block, piece=str(piece), num_bytes=num_bytes).pack()
+def file_bytes(block: BlockName, part: BlockPart, num_bytes: int) -> int:
+    """Length of the file of a part of so many bytes."""
+    header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=num_bytes).pack()
     return len(_MAGIC) + _SUM_BYTES + _LENGTH.size + len(header) + num_bytes
 
 

@@ -1,4 +1,4 @@
-"""The tier in host memory: pieces of blocks by name, the least recently used given up first, bounded in bytes."""
+"""The tier in host memory: parts of blocks by name, the least recently used given up first, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from threading import Lock
 
-from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.block_part import BlockName, BlockPart
 
 
 class HostTier:
-    """At most `limit_bytes` of pieces. Safe for several threads. A pinned block stays whatever comes."""
+    """At most `limit_bytes` of parts. Safe for several threads. A pinned block stays whatever comes."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self.num_evicted = 0
-        self._held: OrderedDict[BlockName, dict[Piece, bytes]] = OrderedDict()
+        self._held: OrderedDict[BlockName, dict[BlockPart, bytes]] = OrderedDict()
         """Least recently used first."""
         self._pins: Counter[BlockName] = Counter()
         self._lock = Lock()
 
-    def pieces(self, block: BlockName) -> list[Piece]:
+    def parts(self, block: BlockName) -> list[BlockPart]:
         """What is here of a block. Does not count as use."""
         with self._lock:
             return list(self._held.get(block, ()))
 
-    def load(self, block: BlockName, piece: Piece) -> bytes | None:
-        """The bytes of a piece, which counts as use of its block; None where it is not here."""
+    def load(self, block: BlockName, part: BlockPart) -> bytes | None:
+        """The bytes of a part, which counts as use of its block; None where it is not here."""
         with self._lock:
-            found = self._held.get(block, {}).get(piece)
+            found = self._held.get(block, {}).get(part)
             if found is not None:
                 self._held.move_to_end(block)
             return found
 
-    def store(self, block: BlockName, piece: Piece, data: bytes) -> bool:
-        """Keep a piece, giving up blocks used longer ago; False where even that leaves no room (all else is pinned)."""
+    def store(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
+        """Keep a part, giving up blocks used longer ago; False where even that leaves no room (all else is pinned)."""
         with self._lock:
-            before = len(self._held.get(block, {}).get(piece, b""))
+            before = len(self._held.get(block, {}).get(part, b""))
             if not self._make_room(block, len(data) - before):
                 return False
-            self._held.setdefault(block, {})[piece] = data
+            self._held.setdefault(block, {})[part] = data
             self._held.move_to_end(block)
             self.num_bytes += len(data) - before
             return True
@@ -62,12 +62,12 @@ class HostTier:
         """Give up blocks other than `block` until `more` bytes fit; none if that cannot be reached."""
         excess = self.num_bytes + more - self.limit_bytes
         going: list[BlockName] = []
-        for candidate, pieces in self._held.items():
+        for candidate, parts in self._held.items():
             if excess <= 0:
                 break
             if candidate != block and candidate not in self._pins:
                 going.append(candidate)
-                excess -= sum(map(len, pieces.values()))
+                excess -= sum(map(len, parts.values()))
         if excess > 0:
             return False
         for gone in going:

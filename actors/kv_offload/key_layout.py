@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.block_part import BlockName, BlockPart
 
 OWN_FOLDER = "shardwright-kv-1"
 """The folder in a person's directory that is ours."""
@@ -41,7 +41,7 @@ _WORKS = "give a directory that can be made and written on every machine with ra
 
 
 def folder(own: Path, block: BlockName) -> Path:
-    """Where the pieces of a block lie."""
+    """Where the parts of a block lie."""
     return own / block[:2] / block
 
 
@@ -51,13 +51,13 @@ def unfinished(path: Path) -> Path:
 
 
 def files(own: Path) -> Iterator[tuple[int, int, Path]]:
-    """(when used last in ns, bytes, path) of every piece, and of those whose writers are gone."""
+    """(when used last in ns, bytes, path) of every part, and of those whose writers are gone."""
     for short in _folders(own, _SHORT):
         for block in _folders(short, _BLOCK):
             for entry in _entries(block):
                 with suppress(OSError):  # removed meanwhile
                     found = entry.stat(follow_symlinks=False)
-                    if entry.is_file(follow_symlinks=False) and _is_piece_or_stale(entry.name, found.st_mtime):
+                    if entry.is_file(follow_symlinks=False) and _is_part_or_stale(entry.name, found.st_mtime):
                         yield found.st_mtime_ns, found.st_size, Path(entry.path)
 
 
@@ -66,10 +66,10 @@ def num_bytes(own: Path) -> int:
     return sum(size for _, size, _ in files(own))
 
 
-def _is_piece_or_stale(name: str, used_at: float) -> bool:
-    piece = Piece.parse(name)
-    if piece is not None:
-        return str(piece) == name
+def _is_part_or_stale(name: str, used_at: float) -> bool:
+    part = BlockPart.parse(name)
+    if part is not None:
+        return str(part) == name
     return _NEW.fullmatch(name) is not None and time.time() - used_at >= _STALE_S
 
 

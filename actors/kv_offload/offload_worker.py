@@ -15,9 +15,9 @@ from threading import Lock, Thread
 
 import torch
 
+from actors.kv_offload.block_part import Form
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.host import HostTier
-from actors.kv_offload.piece import Form
 from actors.kv_offload.rank_blocks import RankBlocks
 from actors.kv_offload.tiers import Tiers
 from actors.model.kv.kv_caches import KVCaches

@@ -11,7 +11,7 @@ from math import lcm
 
 import torch
 
-from actors.kv_offload.piece import BlockName, Piece
+from actors.kv_offload.block_part import BlockName, BlockPart
 from actors.kv_offload.tiers import Tiers
 from actors.kv_transfer.pages import copy_slots
 from actors.kv_transfer.staging import gather, scatter
@@ -35,9 +35,9 @@ class RankBlocks:
         self._writes = [copy for copy in handoff(spec, side, tier, window) if copy.source == world_rank]
         self._reads = [copy for copy in handoff(spec, tier, side, window) if copy.destination == world_rank]
 
-    def pieces(self, place: int) -> list[Piece]:
+    def parts(self, place: int) -> list[BlockPart]:
         """What the rank needs of the block at `place` of a sequence; empty where other ranks keep it."""
-        return [piece for _, piece in self._of_block(self._reads, place)]
+        return [part for _, part in self._of_block(self._reads, place)]
 
     def save(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
         """Keep what this rank has of the blocks at `places` of a sequence with these names, and share its part; bytes shared.
@@ -46,13 +46,13 @@ class RankBlocks:
         """
         total = 0
         for place, name in zip(places, names, strict=True):
-            kept: dict[Piece, bytes] = {}
-            for copy, piece in self._of_block(self._reads, place):
-                kept[piece] = self._taken(copy, table)
-                self._tiers.keep(name, piece, kept[piece])
-            for copy, piece in self._of_block(self._writes, place):
-                data = kept[piece] if piece in kept else self._taken(copy, table)
-                total += len(data) if self._tiers.share(name, piece, data, place) else 0
+            kept: dict[BlockPart, bytes] = {}
+            for copy, part in self._of_block(self._reads, place):
+                kept[part] = self._taken(copy, table)
+                self._tiers.keep(name, part, kept[part])
+            for copy, part in self._of_block(self._writes, place):
+                data = kept[part] if part in kept else self._taken(copy, table)
+                total += len(data) if self._tiers.share(name, part, data, place) else 0
         return total
 
     def load(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
@@ -62,11 +62,11 @@ class RankBlocks:
         the least of their counts.
         """
         for index, (place, name) in enumerate(zip(places, names, strict=True)):
-            parts = list(self._of_block(self._reads, place))
-            found = [self._tiers.fetch(name, piece, place) for _, piece in parts]
+            needed = list(self._of_block(self._reads, place))
+            found = [self._tiers.fetch(name, part, place) for _, part in needed]
             if any(data is None for data in found):
                 return index
-            for (copy, _), data in zip(parts, found, strict=True):
+            for (copy, _), data in zip(needed, found, strict=True):
                 if data is not None:
                     self._put(copy, data, table)
         return len(places)
@@ -83,10 +83,10 @@ class RankBlocks:
     def _shape(self, copy: Copy) -> tuple[int, ...]:
         return len(copy.layers), self._cache.planes, len(copy.kv_heads), len(copy.positions), self._cache.head_dim
 
-    def _of_block(self, copies: Sequence[Copy], place: int) -> Iterator[tuple[Copy, Piece]]:
+    def _of_block(self, copies: Sequence[Copy], place: int) -> Iterator[tuple[Copy, BlockPart]]:
         """The parts of copies in one block: each one run of positions, with its name."""
         start = place * self._tokens
         for copy in copies:
             for span in copy.positions.anywhere(range(start, start + self._tokens)).spans():
                 one = Copy(copy.source, copy.destination, copy.layers, copy.kv_heads, copy.positions.anywhere(span))
-                yield one, Piece(copy.layers, copy.kv_heads, range(span.start - start, span.stop - start))
+                yield one, BlockPart(copy.layers, copy.kv_heads, range(span.start - start, span.stop - start))

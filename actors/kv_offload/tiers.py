@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from actors.kv_offload.assemble import assemble, covers
 from actors.kv_offload.background import BackgroundWriter
+from actors.kv_offload.block_part import BlockName, BlockPart, Form
 from actors.kv_offload.host import HostTier
-from actors.kv_offload.piece import BlockName, Form, Piece
 from actors.kv_offload.shared import SharedTier
 
 
@@ -35,38 +35,38 @@ class Tiers:
         """Pieces that the shared tier does not have: too many waited, or a write failed."""
         return 0 if self._writer is None else self._writer.num_turned_away + self._writer.num_failed
 
-    def keep(self, block: BlockName, piece: Piece, data: bytes) -> bool:
-        """Put a piece into host memory; False where all there is pinned. Raises `ValueError` for data of another size."""
-        self._check(block, piece, data)
-        return self.host.store(block, piece, data)
+    def keep(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
+        """Put a part into host memory; False where all there is pinned. Raises `ValueError` for data of another size."""
+        self._check(block, part, data)
+        return self.host.store(block, part, data)
 
-    def share(self, block: BlockName, piece: Piece, data: bytes, place: int = 0) -> bool:
-        """Have a piece written to the shared tier; False where there is none, or too much waits. Never waits.
+    def share(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
+        """Have a part written to the shared tier; False where there is none, or too much waits. Never waits.
 
         `place`: the block's in its sequence. Raises `ValueError` for data of another size.
         """
-        self._check(block, piece, data)
-        return self._writer is not None and self._writer.offer(block, piece, data, place)
+        self._check(block, part, data)
+        return self._writer is not None and self._writer.offer(block, part, data, place)
 
-    def has(self, block: BlockName, wanted: Piece) -> bool:
+    def has(self, block: BlockName, wanted: BlockPart) -> bool:
         """Whether `fetch` would find it now. Reads names, not bytes: a damaged file is noticed later."""
         return covers(wanted, self._everything(block))
 
-    def count(self, blocks: Sequence[BlockName], wanted: Iterable[Piece]) -> int:
-        """How many of `blocks`, from the first on, are there with every one of the pieces: the length of a prefix hit."""
-        pieces = list(wanted)
+    def count(self, blocks: Sequence[BlockName], wanted: Iterable[BlockPart]) -> int:
+        """How many of `blocks`, from the first on, are there with every one of the parts: the length of a prefix hit."""
+        parts = list(wanted)
         for index, block in enumerate(blocks):
-            if not all(self.has(block, piece) for piece in pieces):
+            if not all(self.has(block, part) for part in parts):
                 return index
         return len(blocks)
 
-    def fetch(self, block: BlockName, wanted: Piece, place: int = 0) -> bytes | None:
-        """The bytes of a piece, whatever pieces it was written in; None: a miss. `place`: the block's in its sequence."""
-        data = assemble(self.form, wanted, self.host.pieces(block), lambda piece: self.host.load(block, piece))
+    def fetch(self, block: BlockName, wanted: BlockPart, place: int = 0) -> bytes | None:
+        """The bytes of a part, whatever parts it was written in; None: a miss. `place`: the block's in its sequence."""
+        data = assemble(self.form, wanted, self.host.parts(block), lambda part: self.host.load(block, part))
         if data is not None:
             self.hits["host"] += 1
             return data
-        data = assemble(self.form, wanted, self._everything(block), lambda piece: self._load(block, piece, place))
+        data = assemble(self.form, wanted, self._everything(block), lambda part: self._load(block, part, place))
         self.hits["shared" if data is not None else "miss"] += 1
         if data is not None:
             self.host.store(block, wanted, data)
@@ -94,16 +94,14 @@ class Tiers:
             self._writer.close(timeout_s)
             self.shared.close()
 
-    def _check(self, block: BlockName, piece: Piece, data: bytes) -> None:
-        if len(data) != self.form.num_bytes(piece):
-            raise ValueError(
-                f"piece {piece} of block {block} has {len(data)} bytes, but should have {self.form.num_bytes(piece)}"
-            )
+    def _check(self, block: BlockName, part: BlockPart, data: bytes) -> None:
+        if len(data) != self.form.num_bytes(part):
+            raise ValueError(f"part {part} of block {block} has {len(data)} bytes, but should have {self.form.num_bytes(part)}")
 
-    def _everything(self, block: BlockName) -> list[Piece]:
-        shared = [] if self.shared is None else self.shared.pieces(block)
-        return list({*self.host.pieces(block), *shared})
+    def _everything(self, block: BlockName) -> list[BlockPart]:
+        shared = [] if self.shared is None else self.shared.parts(block)
+        return list({*self.host.parts(block), *shared})
 
-    def _load(self, block: BlockName, piece: Piece, place: int) -> bytes | None:
-        data = self.host.load(block, piece)
-        return self.shared.load(block, piece, place) if data is None and self.shared is not None else data
+    def _load(self, block: BlockName, part: BlockPart, place: int) -> bytes | None:
+        data = self.host.load(block, part)
+        return self.shared.load(block, part, place) if data is None and self.shared is not None else data

@@ -105,4 +105,4 @@ class KVReport(Message):
     fetched: dict[str, int] = Field(default_factory=dict)
     """By ticket of a `KVFetch`: blocks that were found, from the first on."""
     tier_hits: dict[str, int] = Field(default_factory=dict)
-    """Pieces fetched for them, by tier, and ``miss``; ``unwritten``: those saved that the shared tier did not get."""
+    """Block parts fetched for them, by tier, and ``miss``; ``unwritten``: those saved that the shared tier did not get."""

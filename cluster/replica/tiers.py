@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from actors.engine.config.engine_config import OffloadConfig
+from actors.kv_offload.block_part import Form
 from actors.kv_offload.key_layout import own_folder
-from actors.kv_offload.piece import Form
 from actors.wire.tier_config import TierConfig
 from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory

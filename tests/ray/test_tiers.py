@@ -25,7 +25,7 @@ def test_after_everything_was_killed_the_directory_serves_another_layout(tmp_pat
     with serving(model, "--layout", "pp=2", *options) as again:
         assert answers(again) == before
         assert again.gauge("tier_found_tokens") == 48 * len(PROMPTS)
-        assert again.gauge("tier_pieces:tier=shared") > 0
+        assert again.gauge("tier_block_parts:tier=shared") > 0
 
 
 def answers(server: Server) -> list[list[int]]:

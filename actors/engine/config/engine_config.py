@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.engine.config.balancing import Balancing
-from actors.kv_offload.piece import Form
+from actors.kv_offload.block_part import Form
 from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout

@@ -140,7 +140,7 @@ class EngineStats(BaseModel):
     tier_late: int = 0
     """Prompts that were computed since their blocks did not come from there in time."""
     tier_hits: dict[str, int] = {}
-    """Pieces of blocks that ranks fetched, by tier (``host``, ``shared``), those missed, and those not written."""
+    """Block parts that ranks fetched, by tier (``host``, ``shared``), those missed, and those not written."""
     experts: ExpertStats | None = None
     """None where experts are not balanced."""
     handoffs: HandoffStats | None = None
@@ -151,5 +151,5 @@ class EngineStats(BaseModel):
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
         handoff = {} if self.handoffs is None else self.handoffs.model_dump()
         plain |= {f"handoff_{name}": float(value) for name, value in handoff.items()}
-        plain |= {f"tier_pieces:tier={tier}": float(count) for tier, count in self.tier_hits.items()}
+        plain |= {f"tier_block_parts:tier={tier}": float(count) for tier, count in self.tier_hits.items()}
         return plain | (self.experts.gauges() if self.experts is not None else {})

@@ -21,8 +21,8 @@ from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.kv.prefix import BlockHash
 from actors.engine.sequences.sequence import Sequence
+from actors.kv_offload.block_part import Form
 from actors.kv_offload.directory import DirectoryTier
-from actors.kv_offload.piece import Form
 from actors.wire.kv import KVFetch, KVReport, KVSave
 
 
@@ -51,7 +51,7 @@ class OffloadCounts:
     late: int = 0
     """Sequences that gave up waiting."""
     hits: Counter[str] = field(default_factory=Counter)
-    """Pieces of blocks that ranks fetched, by the tier they came from, and those that were missed."""
+    """Block parts that ranks fetched, by the tier they came from, and those that were missed."""
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class KVOffloadManager:
             return block not in self._doubted
         if self.is_stuck:  # this thread must not hang where a rank may
             return False
-        return self._directory is not None and self._form is not None and bool(self._directory.pieces(self._form.name(block)))
+        return self._directory is not None and self._form is not None and bool(self._directory.parts(self._form.name(block)))
 
     def _pages(self, blocks: list[int]) -> list[int]:
         return [block // self._config.kv_owners for block in blocks]

@@ -12,8 +12,8 @@ import torch
 
 from actors.engine.config.engine_config import EngineConfig, OffloadConfig
 from actors.engine.config.stats import EngineStats
+from actors.kv_offload.block_part import Form
 from actors.kv_offload.offload_worker import KVOffloadWorker
-from actors.kv_offload.piece import Form
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig

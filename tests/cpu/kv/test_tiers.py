@@ -19,12 +19,12 @@ from actors.engine.kv.prefix import PrefixChain
 from actors.kv_offload import directory
 from actors.kv_offload.assemble import assemble, covers
 from actors.kv_offload.background import BackgroundWriter
+from actors.kv_offload.block_part import BlockPart, Form
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.file_format import decode, encode, file_bytes
 from actors.kv_offload.host import HostTier
 from actors.kv_offload.key_layout import OWN_FOLDER, DirectoryError
 from actors.kv_offload.ledger import Ledger
-from actors.kv_offload.piece import Form, Piece
 from actors.kv_offload.rank_blocks import RankBlocks
 from actors.kv_offload.tiers import Tiers
 from placement.layout.layout import Layout
@@ -32,15 +32,15 @@ from placement.ownership.handoff import Side
 from tests.transfer_cases import Case, model
 
 ROOT = Path(__file__).resolve().parents[3]
-WHOLE = Piece(range(4), range(3), range(16))
+WHOLE = BlockPart(range(4), range(3), range(16))
 FORM = Form.of(model("gqa"), "a" * 64, "float32", 16)
 NAMES = [FORM.name(bytes([number]) * 32) for number in range(40)]
 PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
 
 
-def piece_of(size: int) -> Piece:
-    """A piece told apart from others by its number of positions."""
-    return Piece(range(1), range(1), range(size))
+def part_of(size: int) -> BlockPart:
+    """A part told apart from others by its number of positions."""
+    return BlockPart(range(1), range(1), range(size))
 
 
 # Names
@@ -58,50 +58,50 @@ def test_a_block_has_another_name_in_another_form() -> None:
 
 
 ranges = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda ends: range(ends[0], sum(ends)))
-pieces = st.builds(Piece, ranges, ranges, ranges)
+parts = st.builds(BlockPart, ranges, ranges, ranges)
 
 
 @settings(deadline=None)
-@given(pieces)
-def test_a_piece_is_read_back_from_its_text(piece: Piece) -> None:
-    assert Piece.parse(str(piece)) == piece
-    assert Piece.parse(f".new-{piece}") is None
+@given(parts)
+def test_a_part_is_read_back_from_its_text(part: BlockPart) -> None:
+    assert BlockPart.parse(str(part)) == part
+    assert BlockPart.parse(f".new-{part}") is None
 
 
 # Putting together
 
 
-def _true_bytes(form: Form, piece: Piece) -> bytes:
+def _true_bytes(form: Form, part: BlockPart) -> bytes:
     """Bytes that say where in the whole block they are."""
     values = [
-        bytes([layer * 5 + plane * 3 + head, position]) * (form.num_bytes(piece) // piece.size // form.planes // 2)
-        for layer in piece.layers
+        bytes([layer * 5 + plane * 3 + head, position]) * (form.num_bytes(part) // part.size // form.planes // 2)
+        for layer in part.layers
         for plane in range(form.planes)
-        for head in piece.kv_heads
-        for position in piece.positions
+        for head in part.kv_heads
+        for position in part.positions
     ]
     return b"".join(values)
 
 
 @settings(deadline=None, max_examples=200)
-@given(pieces, st.lists(pieces, max_size=6))
-def test_a_piece_is_put_together_exactly_where_others_cover_it(wanted: Piece, there: list[Piece]) -> None:
+@given(parts, st.lists(parts, max_size=6))
+def test_a_part_is_put_together_exactly_where_others_cover_it(wanted: BlockPart, there: list[BlockPart]) -> None:
     form = Form("m", "bfloat16", 2, 4, 16)
     units = {
         (layer, head, position)
-        for piece in there
-        for layer in piece.layers
-        for head in piece.kv_heads
-        for position in piece.positions
+        for part in there
+        for layer in part.layers
+        for head in part.kv_heads
+        for position in part.positions
     }
     covered = all(
         (layer, head, position) in units for layer in wanted.layers for head in wanted.kv_heads for position in wanted.positions
     )
-    found = assemble(form, wanted, there, lambda piece: _true_bytes(form, piece))
+    found = assemble(form, wanted, there, lambda part: _true_bytes(form, part))
     assert covers(wanted, there) == covered
     assert found == (_true_bytes(form, wanted) if covered else None)
-    assert assemble(form, wanted, there, lambda piece: None) is None
-    assert assemble(form, wanted, there, lambda piece: b"short") is None
+    assert assemble(form, wanted, there, lambda part: None) is None
+    assert assemble(form, wanted, there, lambda part: b"short") is None
 
 
 # Host memory
@@ -113,7 +113,7 @@ def test_host_memory_is_bounded_and_gives_up_what_was_used_longest_ago() -> None
         assert host.store(name, WHOLE, bytes(100))
     assert host.load(NAMES[0], WHOLE) == bytes(100)
     assert host.store(NAMES[3], WHOLE, bytes(150))
-    assert [bool(host.pieces(name)) for name in NAMES[:4]] == [True, False, False, True]
+    assert [bool(host.parts(name)) for name in NAMES[:4]] == [True, False, False, True]
     assert (host.num_bytes, host.num_evicted) == (250, 2)
 
 
@@ -135,11 +135,11 @@ def test_a_pinned_block_stays_and_what_then_has_no_room_is_turned_away() -> None
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(0, 120)), max_size=60))
 def test_host_memory_counts_what_it_holds_and_never_more_than_its_limit(stores: list[tuple[int, int, int]]) -> None:
     host = HostTier(300)
-    for block, piece, size in stores:
-        assert host.store(NAMES[block], piece_of(piece), bytes(size))
-        held = [host.load(name, each) for name in NAMES[:10] for each in host.pieces(name)]
+    for block, part, size in stores:
+        assert host.store(NAMES[block], part_of(part), bytes(size))
+        held = [host.load(name, each) for name in NAMES[:10] for each in host.parts(name)]
         assert host.num_bytes == sum(len(data) for data in held if data is not None) <= 300
-        assert host.load(NAMES[block], piece_of(piece)) == bytes(size)
+        assert host.load(NAMES[block], part_of(part)) == bytes(size)
     assert not host.store(NAMES[0], WHOLE, bytes(301))
 
 
@@ -160,7 +160,7 @@ def test_any_flipped_bit_and_any_other_length_is_a_miss(data: st.DataObject) -> 
     assert decode(content[: data.draw(st.integers(0, len(content) - 1))], NAMES[0], WHOLE) is None
     assert decode(content + b"x", NAMES[0], WHOLE) is None
     assert decode(content, NAMES[1], WHOLE) is None
-    assert decode(content, NAMES[0], piece_of(1)) is None
+    assert decode(content, NAMES[0], part_of(1)) is None
 
 
 def test_a_damaged_file_is_a_miss_once_and_then_written_again(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_a_damaged_file_is_a_miss_once_and_then_written_again(tmp_path: Path) ->
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    assert tier.pieces(NAMES[0]) == [WHOLE]
+    assert tier.parts(NAMES[0]) == [WHOLE]
     assert tier.load(NAMES[0], WHOLE) is None
-    assert (tier.num_damaged, tier.pieces(NAMES[0]), tier.num_bytes) == (1, [], 0)
+    assert (tier.num_damaged, tier.parts(NAMES[0]), tier.num_bytes) == (1, [], 0)
     assert tier.store(NAMES[0], WHOLE, PAYLOAD)
     assert tier.load(NAMES[0], WHOLE) == PAYLOAD
 
@@ -196,7 +196,7 @@ def test_a_directory_is_bounded_and_gives_up_what_was_used_longest_ago(tmp_path:
     assert tier.load(NAMES[0], WHOLE) is not None
     assert tier.store(NAMES[3], WHOLE, bytes(1000))
     assert all(tier.store(name, WHOLE, bytes(1000)) for name in NAMES[10:12])
-    there = [bool(tier.pieces(name)) for name in NAMES[:12]]
+    there = [bool(tier.parts(name)) for name in NAMES[:12]]
     assert there == [True, True, False, True, False, *[True] * 7], "0 and 3 were used again, 1 is pinned"
     assert tier.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/??/*/*")) <= 10 * size
     assert not tier.store(NAMES[12], WHOLE, bytes(11 * size))
@@ -220,7 +220,7 @@ def test_a_persons_own_files_are_neither_counted_nor_removed(tmp_path: Path) -> 
         tmp_path / OWN_FOLDER / NAMES[0][:2] / NAMES[0] / "note",
         tmp_path / OWN_FOLDER / NAMES[0][:2] / NAMES[0] / "folder" / "note",
         tmp_path / OWN_FOLDER / NAMES[1][:2] / "docs" / str(WHOLE),
-        tmp_path / OWN_FOLDER / NAMES[2][:2] / NAMES[2] / str(piece_of(3)) / "note",
+        tmp_path / OWN_FOLDER / NAMES[2][:2] / NAMES[2] / str(part_of(3)) / "note",
     ]
     for path in theirs:
         path.parent.mkdir(parents=True)
@@ -292,7 +292,7 @@ def test_a_disk_smaller_than_the_limit_gives_up_what_was_used_longest_ago(
         assert tier.store(name, WHOLE, bytes(1000))
         os.utime(tmp_path / OWN_FOLDER / name[:2] / name / str(WHOLE), (at, at))
     assert tier.store(NAMES[5], WHOLE, bytes(1000))
-    assert [bool(tier.pieces(name)) for name in NAMES[:6]] == [False, *[True] * 5]
+    assert [bool(tier.parts(name)) for name in NAMES[:6]] == [False, *[True] * 5]
     assert tier.num_bytes == 5 * size
     assert not tier.store(NAMES[6], WHOLE, bytes(6 * size)), "tried again once"
 
@@ -332,7 +332,7 @@ def test_a_killed_writer_leaves_only_whole_files(tmp_path: Path, after: int) -> 
         writer.kill()
         writer.wait()
     tier = DirectoryTier(tmp_path, 1 << 30)
-    there = [number for number in range(after + 1000) if tier.pieces(FORM.name(number.to_bytes(32, "little")))]
+    there = [number for number in range(after + 1000) if tier.parts(FORM.name(number.to_bytes(32, "little")))]
     assert there[:after] == list(range(after))
     assert all(tier.load(FORM.name(number.to_bytes(32, "little")), WHOLE) == PAYLOAD for number in there)
     assert tier.num_damaged == 0
@@ -363,7 +363,7 @@ def test_a_writer_killed_in_a_write_leaves_nothing_under_the_blocks_name(tmp_pat
     done = subprocess.run([sys.executable, "-c", _KILLED_AT, str(tmp_path), moment], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     name, tier = FORM.name(bytes(32)), DirectoryTier(tmp_path, 1 << 30)
-    assert (tier.pieces(name), tier.load(name, WHOLE), tier.num_damaged) == ([], None, 0)
+    assert (tier.parts(name), tier.load(name, WHOLE), tier.num_damaged) == ([], None, 0)
     assert tier.store(name, WHOLE, PAYLOAD)
     assert tier.load(name, WHOLE) == PAYLOAD
 
@@ -389,7 +389,7 @@ def test_a_store_waits_for_another_process_that_has_the_ledger(tmp_path: Path) -
         storing.start()
         storing.join(0.3)
         assert storing.is_alive()
-        assert tier.pieces(NAMES[0]) == []
+        assert tier.parts(NAMES[0]) == []
     storing.join(30)
     assert tier.load(NAMES[0], WHOLE) == PAYLOAD
 
@@ -420,7 +420,7 @@ class _Gate:
         self.stored: list[str] = []
         self.broken = False
 
-    def store(self, block: str, piece: Piece, data: bytes, place: int) -> bool:
+    def store(self, block: str, part: BlockPart, data: bytes, place: int) -> bool:
         assert self.opened.wait(30)
         if self.broken:
             raise RuntimeError("planted")
@@ -569,7 +569,7 @@ def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
     (tmp_path / OWN_FOLDER / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
     reader = _Replica("gqa", "pp=3", tmp_path)
     assert reader.load(names) == [1, 1, 1]
-    assert [tiers.count(names, reader.blocks[at].pieces(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]
+    assert [tiers.count(names, reader.blocks[at].parts(0)) for at, tiers in reader.tiers.items()] == [1, 1, 1]
     assert reader.wrong(16) == 0, "what follows is not touched"
 
 
@@ -584,8 +584,8 @@ def test_of_a_sequence_the_last_blocks_count_as_used_longest_ago(tmp_path: Path,
     writer.save(names)
     assert used() == sorted(used(), reverse=True)
     for at, path in enumerate(tmp_path / OWN_FOLDER / name[:2] / name for name in names):
-        [piece] = path.iterdir()
-        os.utime(piece, (at, at))
+        [part] = path.iterdir()
+        os.utime(part, (at, at))
     reader = _Replica("gqa", "tp=1", tmp_path)
     assert reader.load(names) == [3]
     assert used() == sorted(used(), reverse=True)
@@ -594,4 +594,4 @@ def test_of_a_sequence_the_last_blocks_count_as_used_longest_ago(tmp_path: Path,
 
 def test_a_rank_that_keeps_none_of_a_block_needs_none_of_it(tmp_path: Path) -> None:
     replica = _Replica("gqa", "cp=2", tmp_path)
-    assert [bool(replica.blocks[0].pieces(place)) for place in range(4)] == [True, False, True, False]
+    assert [bool(replica.blocks[0].parts(place)) for place in range(4)] == [True, False, True, False]

@@ -18,7 +18,7 @@ from actors.engine.link.link import LinkError
 from actors.engine.link.scripted import ScriptedLink, continuation, prompt_logprobs
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
-from actors.kv_offload.piece import Form
+from actors.kv_offload.block_part import Form
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig

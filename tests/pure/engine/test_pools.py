@@ -12,7 +12,7 @@ from actors.engine.disaggregation.decode_transfers import DecodeTransferState
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
-from actors.kv_offload.piece import Form
+from actors.kv_offload.block_part import Form
 from actors.wire.kv import KVReader, KVReport, KVSent, KVTicket
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob

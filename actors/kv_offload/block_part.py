@@ -24,7 +24,7 @@ _TEXT = re.compile(r"l(\d+)-(\d+)_h(\d+)-(\d+)_p(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPart:
     """Part of a block: layers and KV heads of the whole model, positions within the block. Its bytes are
     [layers, planes, heads, positions, values], contiguous."""
 
@@ -38,7 +38,7 @@ class Piece:
         return "_".join(f"{letter}{each.start}-{each.stop}" for letter, each in ranges)
 
     @classmethod
-    def parse(cls, text: str) -> Piece | None:
+    def parse(cls, text: str) -> BlockPart | None:
         """The inverse of ``str()``; None for any other text."""
         found = _TEXT.fullmatch(text)
         if found is None:
@@ -46,9 +46,9 @@ class Piece:
         ends = [int(number) for number in found.groups()]
         return cls(range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
 
-    def overlap(self, other: Piece) -> Piece | None:
+    def overlap(self, other: BlockPart) -> BlockPart | None:
         """What both cover; None: nothing."""
-        both = Piece(
+        both = BlockPart(
             _overlap(self.layers, other.layers),
             _overlap(self.kv_heads, other.kv_heads),
             _overlap(self.positions, other.positions),
@@ -60,7 +60,7 @@ class Piece:
         """Positions of heads in layers."""
         return len(self.layers) * len(self.kv_heads) * len(self.positions)
 
-    def within(self, outer: Piece) -> Piece:
+    def within(self, outer: BlockPart) -> BlockPart:
         """The same in the numbering of `outer`, which covers it: every range begins where outer's begins."""
         return replace(
             self,
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Form:
-    """What the bytes of every piece of a model are made of."""
+    """What the bytes of every part of a model are made of."""
 
     model_digest: str
     dtype: DType
@@ -84,9 +84,9 @@ class Form:
     def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, block_tokens: int) -> Form:
         return cls(model_digest, dtype, spec.kv_planes, spec.kv_dim, block_tokens)
 
-    def num_bytes(self, piece: Piece) -> int:
-        """Bytes of a piece."""
-        return piece.size * self.planes * self.kv_dim * DTYPE_BYTES[self.dtype]
+    def num_bytes(self, part: BlockPart) -> int:
+        """Bytes of a part."""
+        return part.size * self.planes * self.kv_dim * DTYPE_BYTES[self.dtype]
 
     def name(self, block_hash: bytes) -> BlockName:
         """The name of the block with this hash: another one under every model, dtype and form of its values."""
