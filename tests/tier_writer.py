@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from actors.kv_offload.block_part import BlockPart, Form
+from actors.kv_offload.block_part import BlockPart, KVFormat
 from actors.kv_offload.directory import DirectoryTier
 
 WHOLE = BlockPart(range(4), range(3), range(16))
-FORM = Form("a" * 64, "float32", 2, 8, 16)
-PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
+KV_FORMAT = KVFormat("a" * 64, "float32", 2, 8, 16)
+PAYLOAD = bytes(range(256)) * (KV_FORMAT.num_bytes(WHOLE) // 256)
 
 
 def main(directory: Path, limit_bytes: int, blocks: int) -> int:
     """Store and read every block twice; 1 where one is not what was stored."""
     tier = DirectoryTier(directory, limit_bytes)
     for number in [*range(blocks), *range(blocks)]:
-        name = FORM.name(number.to_bytes(32, "little"))
+        name = KV_FORMAT.name(number.to_bytes(32, "little"))
         tier.store(name, WHOLE, PAYLOAD)
         if tier.load(name, WHOLE) not in (PAYLOAD, None) or tier.num_damaged:
             return 1

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from actors.kv_offload.block_part import BlockPart, Form
+from actors.kv_offload.block_part import BlockPart, KVFormat
 from placement.model.spec import DTYPE_BYTES
 
 ReadBytes = Callable[[BlockPart], bytes | None]
 """The bytes of a part; None where it is gone, or damaged."""
 
 
-def assemble(form: Form, wanted: BlockPart, there: Iterable[BlockPart], load: ReadBytes) -> bytes | None:
+def assemble(kv_format: KVFormat, wanted: BlockPart, there: Iterable[BlockPart], load: ReadBytes) -> bytes | None:
     """The bytes of `wanted`, made of the overlaps with block parts that are `there`; None where some of it is missing.
 
     The largest overlaps are taken first, and only parts with something still missing are loaded. A part that cannot be loaded,
@@ -22,18 +22,18 @@ def assemble(form: Form, wanted: BlockPart, there: Iterable[BlockPart], load: Re
     overlaps = [(part, both) for part in there if (both := wanted.overlap(part)) is not None]
     overlaps.sort(key=lambda pair: (-pair[1].size, str(pair[0])))
     missing = np.ones((len(wanted.layers), len(wanted.kv_heads), len(wanted.positions)), bool)
-    out = np.zeros(_shape(form, wanted), np.uint8)
+    out = np.zeros(_shape(kv_format, wanted), np.uint8)
     for part, both in overlaps:
         into = _index(both.within(wanted))
         if not missing[into].any():
             continue
         data = load(part)
-        if data is None or len(data) != form.num_bytes(part):
+        if data is None or len(data) != kv_format.num_bytes(part):
             continue
         if part == wanted:
             return data
         layers, heads, positions = into
-        source = np.frombuffer(data, np.uint8).reshape(_shape(form, part))
+        source = np.frombuffer(data, np.uint8).reshape(_shape(kv_format, part))
         own_layers, own_heads, own_positions = _index(both.within(part))
         out[layers, :, heads, positions] = source[own_layers, :, own_heads, own_positions]
         missing[into] = False
@@ -52,9 +52,9 @@ def covers(wanted: BlockPart, there: Iterable[BlockPart]) -> bool:
     return not missing.any()
 
 
-def _shape(form: Form, part: BlockPart) -> tuple[int, ...]:
-    value_bytes = form.kv_dim * DTYPE_BYTES[form.dtype]
-    return len(part.layers), form.planes, len(part.kv_heads), len(part.positions), value_bytes
+def _shape(kv_format: KVFormat, part: BlockPart) -> tuple[int, ...]:
+    value_bytes = kv_format.kv_dim * DTYPE_BYTES[kv_format.dtype]
+    return len(part.layers), kv_format.planes, len(part.kv_heads), len(part.positions), value_bytes
 
 
 def _index(part: BlockPart) -> tuple[slice, slice, slice]:

@@ -19,7 +19,7 @@ from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 BlockName = str
 """64 hexadecimal digits."""
 
-_FORM = b"shardwright/tier/1\0"
+_FORMAT = b"shardwright/tier/1\0"
 _TEXT = re.compile(r"l(\d+)-(\d+)_h(\d+)-(\d+)_p(\d+)-(\d+)")
 
 
@@ -71,7 +71,7 @@ class BlockPart:
 
 
 @dataclass(frozen=True)
-class Form:
+class KVFormat:
     """What the bytes of every part of a model are made of."""
 
     model_digest: str
@@ -81,7 +81,7 @@ class Form:
     block_tokens: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, block_tokens: int) -> Form:
+    def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, block_tokens: int) -> KVFormat:
         return cls(model_digest, dtype, spec.kv_planes, spec.kv_dim, block_tokens)
 
     def num_bytes(self, part: BlockPart) -> int:
@@ -89,9 +89,9 @@ class Form:
         return part.size * self.planes * self.kv_dim * DTYPE_BYTES[self.dtype]
 
     def name(self, block_hash: bytes) -> BlockName:
-        """The name of the block with this hash: another one under every model, dtype and form of its values."""
-        form = f"{self.model_digest}/{self.dtype}/{self.planes}x{self.kv_dim}/{self.block_tokens}/".encode()
-        return hashlib.sha256(_FORM + form + block_hash).hexdigest()
+        """The name of the block with this hash: another one under every model, dtype and format of its values."""
+        kv_format = f"{self.model_digest}/{self.dtype}/{self.planes}x{self.kv_dim}/{self.block_tokens}/".encode()
+        return hashlib.sha256(_FORMAT + kv_format + block_hash).hexdigest()
 
 
 def _overlap(one: range, other: range) -> range:

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 
 import torch
 
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.host import HostTier
 from actors.kv_offload.rank_blocks import RankBlocks
@@ -40,9 +40,9 @@ class KVOffloadWorker:
         side = Side(config.layout, config.block_size, lane)
         self._rank, self._lane, self._device = config.world_rank, lane, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
-        self._form = Form.of(config.spec, settings.model_digest, config.dtype, config.block_size)
+        self._kv_format = KVFormat.of(config.spec, settings.model_digest, config.dtype, config.block_size)
         shared = None if settings.directory is None else DirectoryTier(settings.directory, settings.directory_bytes)
-        self.tiers = Tiers(self._form, HostTier(settings.host_bytes), shared)
+        self.tiers = Tiers(self._kv_format, HostTier(settings.host_bytes), shared)
         first_head = self._held.kv_heads.start
         self._blocks = RankBlocks(self.tiers, config.spec, side, config.world_rank, cache.parts[0], first_head)
         self._asked: queue.SimpleQueue[KVFetch | None] = queue.SimpleQueue()
@@ -64,7 +64,7 @@ class KVOffloadWorker:
             if save.lane == self._lane:
                 table = PageTable(self._held.ownership, save.blocks)
                 for place, block in zip(save.places, save.hashes, strict=True):
-                    self._blocks.save(range(place, place + 1), [self._form.name(block)], table)
+                    self._blocks.save(range(place, place + 1), [self._kv_format.name(block)], table)
         for fetch in plan.fetches:
             if fetch.lane == self._lane:
                 self._num_open += 1
@@ -95,7 +95,7 @@ class KVOffloadWorker:
 
     def _fetched(self, fetch: KVFetch) -> int:
         table = PageTable(self._held.ownership, fetch.blocks)
-        names = [self._form.name(block) for block in fetch.hashes]
+        names = [self._kv_format.name(block) for block in fetch.hashes]
         try:
             with torch.inference_mode():
                 found = self._blocks.load(range(fetch.first, fetch.first + len(names)), names, table)

@@ -28,7 +28,7 @@ class RankBlocks:
 
     def __init__(self, tiers: Tiers, spec: ModelSpec, side: Side, world_rank: int, cache: KVCache, first_head: int) -> None:
         self._tiers, self._cache, self._first_head = tiers, cache, first_head
-        self._tokens = tiers.form.block_tokens
+        self._tokens = tiers.kv_format.block_tokens
         tier = Side(Layout(), self._tokens)
         # Ownership repeats after this many positions, and with it what a rank writes or reads of a block.
         window = range(lcm(side.layout.kv_owners * side.page_tokens, self._tokens))

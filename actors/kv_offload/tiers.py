@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from actors.kv_offload.assemble import assemble, covers
 from actors.kv_offload.background import BackgroundWriter
-from actors.kv_offload.block_part import BlockName, BlockPart, Form
+from actors.kv_offload.block_part import BlockName, BlockPart, KVFormat
 from actors.kv_offload.host import HostTier
 from actors.kv_offload.shared import SharedTier
 
@@ -23,8 +23,10 @@ from actors.kv_offload.shared import SharedTier
 class Tiers:
     """Pieces of blocks of one model. `shared` may be absent; at most `queue_bytes` wait to be written to it."""
 
-    def __init__(self, form: Form, host: HostTier, shared: SharedTier | None = None, queue_bytes: int = 256 << 20) -> None:
-        self.form, self.host, self.shared = form, host, shared
+    def __init__(
+        self, kv_format: KVFormat, host: HostTier, shared: SharedTier | None = None, queue_bytes: int = 256 << 20
+    ) -> None:
+        self.kv_format, self.host, self.shared = kv_format, host, shared
         self.hits: Counter[str] = Counter()
         """Pieces that were fetched, by the lowest tier that was needed (``host``, ``shared``), and those that were not had
         (``miss``)."""
@@ -62,11 +64,11 @@ class Tiers:
 
     def fetch(self, block: BlockName, wanted: BlockPart, place: int = 0) -> bytes | None:
         """The bytes of a part, whatever parts it was written in; None: a miss. `place`: the block's in its sequence."""
-        data = assemble(self.form, wanted, self.host.parts(block), lambda part: self.host.load(block, part))
+        data = assemble(self.kv_format, wanted, self.host.parts(block), lambda part: self.host.load(block, part))
         if data is not None:
             self.hits["host"] += 1
             return data
-        data = assemble(self.form, wanted, self._everything(block), lambda part: self._load(block, part, place))
+        data = assemble(self.kv_format, wanted, self._everything(block), lambda part: self._load(block, part, place))
         self.hits["shared" if data is not None else "miss"] += 1
         if data is not None:
             self.host.store(block, wanted, data)
@@ -95,8 +97,10 @@ class Tiers:
             self.shared.close()
 
     def _check(self, block: BlockName, part: BlockPart, data: bytes) -> None:
-        if len(data) != self.form.num_bytes(part):
-            raise ValueError(f"part {part} of block {block} has {len(data)} bytes, but should have {self.form.num_bytes(part)}")
+        if len(data) != self.kv_format.num_bytes(part):
+            raise ValueError(
+                f"part {part} of block {block} has {len(data)} bytes, but should have {self.kv_format.num_bytes(part)}"
+            )
 
     def _everything(self, block: BlockName) -> list[BlockPart]:
         shared = [] if self.shared is None else self.shared.parts(block)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from actors.engine.config.engine_config import OffloadConfig
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.key_layout import own_folder
 from actors.wire.tier_config import TierConfig
 from cluster.replica.settings import ReplicaSettings
@@ -40,7 +40,7 @@ def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
     return OffloadConfig(
         tiers=tiers,
         layout=settings.layout,
-        form=Form.of(settings.spec, tiers.model_digest, settings.dtype, BLOCK_TOKENS),
+        kv_format=KVFormat.of(settings.spec, tiers.model_digest, settings.dtype, BLOCK_TOKENS),
         block_bytes=max(rank.block_bytes for rank in needs),
     )
 

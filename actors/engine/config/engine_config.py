@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.engine.config.balancing import Balancing
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout
@@ -49,7 +49,7 @@ class OffloadConfig(BaseModel):
 
     tiers: TierConfig
     layout: Layout
-    form: Form
+    kv_format: KVFormat
     block_bytes: Positive
     """Of one block, on the rank that keeps most of it."""
     fetch_timeout_s: Seconds = 5.0

@@ -21,7 +21,7 @@ from actors.engine.batching.lane import Lane
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.kv.prefix import BlockHash
 from actors.engine.sequences.sequence import Sequence
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.directory import DirectoryTier
 from actors.wire.kv import KVFetch, KVReport, KVSave
 
@@ -83,9 +83,9 @@ class KVOffloadManager:
         self._believed = _Believed(config.offload.capacity if config.offload is not None else 0)
         self._doubted: set[BlockHash] = set()
         self._directory: DirectoryTier | None = None
-        self._form: Form | None = None
+        self._kv_format: KVFormat | None = None
         if config.offload is not None:
-            self._form = config.offload.form
+            self._kv_format = config.offload.kv_format
             tiers = config.offload.tiers
             if tiers.directory is not None:
                 self._directory = DirectoryTier(tiers.directory, tiers.directory_bytes)
@@ -201,7 +201,11 @@ class KVOffloadManager:
             return block not in self._doubted
         if self.is_stuck:  # this thread must not hang where a rank may
             return False
-        return self._directory is not None and self._form is not None and bool(self._directory.parts(self._form.name(block)))
+        return (
+            self._directory is not None
+            and self._kv_format is not None
+            and bool(self._directory.parts(self._kv_format.name(block)))
+        )
 
     def _pages(self, blocks: list[int]) -> list[int]:
         return [block // self._config.kv_owners for block in blocks]

@@ -12,7 +12,7 @@ import torch
 
 from actors.engine.config.engine_config import EngineConfig, OffloadConfig
 from actors.engine.config.stats import EngineStats
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
@@ -34,8 +34,8 @@ def config(blocks: int) -> EngineConfig:
 
 def tiered(model: TinyModel, layout: str, blocks: int, settings: TierConfig) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
-    form = Form.of(model.spec, settings.model_digest, "float32", BLOCK)
-    offload = OffloadConfig(tiers=settings, layout=parsed, form=form, block_bytes=4096)
+    kv_format = KVFormat.of(model.spec, settings.model_digest, "float32", BLOCK)
+    offload = OffloadConfig(tiers=settings, layout=parsed, kv_format=kv_format, block_bytes=4096)
 
     def attach(parts: Parts) -> Parts:
         return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.cache, settings))

@@ -19,7 +19,7 @@ from actors.engine.kv.prefix import PrefixChain
 from actors.kv_offload import directory
 from actors.kv_offload.assemble import assemble, covers
 from actors.kv_offload.background import BackgroundWriter
-from actors.kv_offload.block_part import BlockPart, Form
+from actors.kv_offload.block_part import BlockPart, KVFormat
 from actors.kv_offload.directory import DirectoryTier
 from actors.kv_offload.file_format import decode, encode, file_bytes
 from actors.kv_offload.host import HostTier
@@ -33,9 +33,9 @@ from tests.transfer_cases import Case, model
 
 ROOT = Path(__file__).resolve().parents[3]
 WHOLE = BlockPart(range(4), range(3), range(16))
-FORM = Form.of(model("gqa"), "a" * 64, "float32", 16)
-NAMES = [FORM.name(bytes([number]) * 32) for number in range(40)]
-PAYLOAD = bytes(range(256)) * (FORM.num_bytes(WHOLE) // 256)
+KV_FORMAT = KVFormat.of(model("gqa"), "a" * 64, "float32", 16)
+NAMES = [KV_FORMAT.name(bytes([number]) * 32) for number in range(40)]
+PAYLOAD = bytes(range(256)) * (KV_FORMAT.num_bytes(WHOLE) // 256)
 
 
 def part_of(size: int) -> BlockPart:
@@ -46,15 +46,15 @@ def part_of(size: int) -> BlockPart:
 # Names
 
 
-def test_a_block_has_another_name_in_another_form() -> None:
+def test_a_block_has_another_name_in_another_format() -> None:
     other = [
-        Form.of(model("gqa"), "b" * 64, "float32", 16),
-        Form.of(model("gqa"), "a" * 64, "bfloat16", 16),
-        Form.of(model("gqa"), "a" * 64, "float32", 32),
-        Form.of(model("mla"), "a" * 64, "float32", 16),
+        KVFormat.of(model("gqa"), "b" * 64, "float32", 16),
+        KVFormat.of(model("gqa"), "a" * 64, "bfloat16", 16),
+        KVFormat.of(model("gqa"), "a" * 64, "float32", 32),
+        KVFormat.of(model("mla"), "a" * 64, "float32", 16),
     ]
-    assert len({form.name(b"h" * 32) for form in (FORM, *other)}) == 5
-    assert FORM.name(b"h" * 32) == FORM.name(b"h" * 32) != FORM.name(b"i" * 32)
+    assert len({kv_format.name(b"h" * 32) for kv_format in (KV_FORMAT, *other)}) == 5
+    assert KV_FORMAT.name(b"h" * 32) == KV_FORMAT.name(b"h" * 32) != KV_FORMAT.name(b"i" * 32)
 
 
 ranges = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda ends: range(ends[0], sum(ends)))
@@ -71,12 +71,12 @@ def test_a_part_is_read_back_from_its_text(part: BlockPart) -> None:
 # Putting together
 
 
-def _true_bytes(form: Form, part: BlockPart) -> bytes:
+def _true_bytes(kv_format: KVFormat, part: BlockPart) -> bytes:
     """Bytes that say where in the whole block they are."""
     values = [
-        bytes([layer * 5 + plane * 3 + head, position]) * (form.num_bytes(part) // part.size // form.planes // 2)
+        bytes([layer * 5 + plane * 3 + head, position]) * (kv_format.num_bytes(part) // part.size // kv_format.planes // 2)
         for layer in part.layers
-        for plane in range(form.planes)
+        for plane in range(kv_format.planes)
         for head in part.kv_heads
         for position in part.positions
     ]
@@ -86,7 +86,7 @@ def _true_bytes(form: Form, part: BlockPart) -> bytes:
 @settings(deadline=None, max_examples=200)
 @given(parts, st.lists(parts, max_size=6))
 def test_a_part_is_put_together_exactly_where_others_cover_it(wanted: BlockPart, there: list[BlockPart]) -> None:
-    form = Form("m", "bfloat16", 2, 4, 16)
+    kv_format = KVFormat("m", "bfloat16", 2, 4, 16)
     units = {
         (layer, head, position)
         for part in there
@@ -97,11 +97,11 @@ def test_a_part_is_put_together_exactly_where_others_cover_it(wanted: BlockPart,
     covered = all(
         (layer, head, position) in units for layer in wanted.layers for head in wanted.kv_heads for position in wanted.positions
     )
-    found = assemble(form, wanted, there, lambda part: _true_bytes(form, part))
+    found = assemble(kv_format, wanted, there, lambda part: _true_bytes(kv_format, part))
     assert covers(wanted, there) == covered
-    assert found == (_true_bytes(form, wanted) if covered else None)
-    assert assemble(form, wanted, there, lambda part: None) is None
-    assert assemble(form, wanted, there, lambda part: b"short") is None
+    assert found == (_true_bytes(kv_format, wanted) if covered else None)
+    assert assemble(kv_format, wanted, there, lambda part: None) is None
+    assert assemble(kv_format, wanted, there, lambda part: b"short") is None
 
 
 # Host memory
@@ -332,9 +332,9 @@ def test_a_killed_writer_leaves_only_whole_files(tmp_path: Path, after: int) -> 
         writer.kill()
         writer.wait()
     tier = DirectoryTier(tmp_path, 1 << 30)
-    there = [number for number in range(after + 1000) if tier.parts(FORM.name(number.to_bytes(32, "little")))]
+    there = [number for number in range(after + 1000) if tier.parts(KV_FORMAT.name(number.to_bytes(32, "little")))]
     assert there[:after] == list(range(after))
-    assert all(tier.load(FORM.name(number.to_bytes(32, "little")), WHOLE) == PAYLOAD for number in there)
+    assert all(tier.load(KV_FORMAT.name(number.to_bytes(32, "little")), WHOLE) == PAYLOAD for number in there)
     assert tier.num_damaged == 0
 
 
@@ -362,7 +362,7 @@ tier.store(t.FORM.name(bytes(32)), t.WHOLE, t.PAYLOAD)
 def test_a_writer_killed_in_a_write_leaves_nothing_under_the_blocks_name(tmp_path: Path, moment: str) -> None:
     done = subprocess.run([sys.executable, "-c", _KILLED_AT, str(tmp_path), moment], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
-    name, tier = FORM.name(bytes(32)), DirectoryTier(tmp_path, 1 << 30)
+    name, tier = KV_FORMAT.name(bytes(32)), DirectoryTier(tmp_path, 1 << 30)
     assert (tier.parts(name), tier.load(name, WHOLE), tier.num_damaged) == ([], None, 0)
     assert tier.store(name, WHOLE, PAYLOAD)
     assert tier.load(name, WHOLE) == PAYLOAD
@@ -461,7 +461,7 @@ def test_a_tier_that_raises_ends_neither_the_thread_nor_the_count() -> None:
 
 
 def test_what_host_memory_gave_up_comes_back_from_the_directory(tmp_path: Path) -> None:
-    tiers = Tiers(FORM, HostTier(2 * len(PAYLOAD)), DirectoryTier(tmp_path, 1 << 30))
+    tiers = Tiers(KV_FORMAT, HostTier(2 * len(PAYLOAD)), DirectoryTier(tmp_path, 1 << 30))
     for name in NAMES[:5]:
         tiers.keep(name, WHOLE, PAYLOAD)
         assert tiers.share(name, WHOLE, PAYLOAD)
@@ -476,7 +476,7 @@ def test_what_host_memory_gave_up_comes_back_from_the_directory(tmp_path: Path) 
 
 
 def test_pieces_that_the_directory_did_not_get_are_counted(tmp_path: Path) -> None:
-    tiers = Tiers(FORM, HostTier(1 << 20), DirectoryTier(tmp_path, 10), queue_bytes=len(PAYLOAD))
+    tiers = Tiers(KV_FORMAT, HostTier(1 << 20), DirectoryTier(tmp_path, 10), queue_bytes=len(PAYLOAD))
     assert tiers.share(NAMES[0], WHOLE, PAYLOAD)
     tiers.flush(30)
     assert tiers.num_unwritten == 1, "more than the directory may take"
@@ -486,7 +486,7 @@ def test_pieces_that_the_directory_did_not_get_are_counted(tmp_path: Path) -> No
 
 
 def test_without_a_shared_tier_there_is_host_memory() -> None:
-    tiers = Tiers(FORM, HostTier(1 << 20))
+    tiers = Tiers(KV_FORMAT, HostTier(1 << 20))
     tiers.keep(NAMES[0], WHOLE, PAYLOAD)
     assert not tiers.share(NAMES[1], WHOLE, PAYLOAD)
     assert tiers.fetch(NAMES[0], WHOLE) == PAYLOAD
@@ -510,10 +510,10 @@ class _Replica:
 
     def __init__(self, family: str, layout: str, directory: Path, page_tokens: int = 16) -> None:
         self.spec, self.side = model(family), Side(Layout.parse(layout), page_tokens)
-        self.form = Form.of(self.spec, "a" * 64, "float32", 16)
+        self.kv_format = KVFormat.of(self.spec, "a" * 64, "float32", 16)
         self.case = Case(self.spec, self.side, self.side, 48)
         self.ranks = self.case.ranks(self.side, 5)
-        self.tiers = {at: Tiers(self.form, HostTier(1 << 20), DirectoryTier(directory, 1 << 30)) for at in self.ranks}
+        self.tiers = {at: Tiers(self.kv_format, HostTier(1 << 20), DirectoryTier(directory, 1 << 30)) for at in self.ranks}
         self.blocks = {
             at: RankBlocks(self.tiers[at], self.spec, self.side, at, rank.cache, rank.held.kv_heads.start)
             for at, rank in self.ranks.items()
@@ -539,10 +539,10 @@ class _Replica:
         return sum(rank.wrong(tokens) for rank in self.ranks.values())
 
 
-def _names(form: Form) -> list[str]:
+def _names(kv_format: KVFormat) -> list[str]:
     chain = PrefixChain("", 16)
     chain.extend(list(range(48)))
-    return [form.name(each) for each in chain.hashes]
+    return [kv_format.name(each) for each in chain.hashes]
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32])
@@ -551,7 +551,7 @@ def test_written_under_one_layout_read_under_another(
     tmp_path: Path, family: str, written: str, read: str, page_tokens: int
 ) -> None:
     writer = _Replica(family, written, tmp_path)
-    names = _names(writer.form)
+    names = _names(writer.kv_format)
     once = 48 * writer.spec.num_layers * writer.spec.num_kv_heads * writer.spec.kv_planes * writer.spec.kv_dim * 4
     assert writer.save(names) == once, "each byte is shared by one rank"
     reader = _Replica(family, read, tmp_path, page_tokens)
@@ -564,7 +564,7 @@ def test_written_under_one_layout_read_under_another(
 
 def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
     writer = _Replica("gqa", "tp=2", tmp_path)
-    names = _names(writer.form)
+    names = _names(writer.kv_format)
     writer.save(names)
     (tmp_path / OWN_FOLDER / names[1][:2] / names[1] / "l0-4_h2-3_p0-16").unlink()
     reader = _Replica("gqa", "pp=3", tmp_path)
@@ -576,7 +576,7 @@ def test_a_missing_part_of_a_block_ends_the_hit_there(tmp_path: Path) -> None:
 def test_of_a_sequence_the_last_blocks_count_as_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "_PLACE_S", 1000)
     writer = _Replica("gqa", "tp=1", tmp_path)
-    names = _names(writer.form)
+    names = _names(writer.kv_format)
 
     def used() -> list[float]:
         return [path.stat().st_mtime for name in names for path in (tmp_path / OWN_FOLDER / name[:2] / name).iterdir()]

@@ -18,7 +18,7 @@ from actors.engine.link.link import LinkError
 from actors.engine.link.scripted import ScriptedLink, continuation, prompt_logprobs
 from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
@@ -356,9 +356,9 @@ def test_neither_torch_nor_ray_comes_with_the_engine() -> None:
 
 def test_requests_that_stuck_tiers_starve_make_a_replica_unhealthy() -> None:
     """Blocks of a fetch that no rank answers are all there are: the next request waits, and nothing runs."""
-    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
+    kv_format = KVFormat.of(heads_model(4), "a" * 64, "float32", 4)
     settings = TierConfig(model_digest="a" * 64, host_bytes=1 << 20)
-    offload = OffloadConfig(tiers=settings, layout=Layout.parse(""), form=form, block_bytes=64, fetch_timeout_s=0.01)
+    offload = OffloadConfig(tiers=settings, layout=Layout.parse(""), kv_format=kv_format, block_bytes=64, fetch_timeout_s=0.01)
     small = config(offload=offload, num_blocks=6, max_model_len=24, step_timeout_s=0.3)
     engine, inbox = Engine(small, ScriptedLink(6, 4, VOCAB)), Inbox()
     engine.start()

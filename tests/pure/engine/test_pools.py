@@ -12,7 +12,7 @@ from actors.engine.disaggregation.decode_transfers import DecodeTransferState
 from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
-from actors.kv_offload.block_part import Form
+from actors.kv_offload.block_part import KVFormat
 from actors.wire.kv import KVReader, KVReport, KVSent, KVTicket
 from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob
@@ -351,9 +351,9 @@ def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
 
 def tiered_side(**changes: Any) -> Side:
     """Two blocks of ``range(9)`` and two of ``range(20, 29)`` are in the tiers, and have left the device since."""
-    form = Form.of(heads_model(4), "a" * 64, "float32", 4)
+    kv_format = KVFormat.of(heads_model(4), "a" * 64, "float32", 4)
     settings = TierConfig(model_digest="a" * 64, host_bytes=1 << 20)
-    offload = OffloadConfig(tiers=settings, layout=Layout.parse("tp=2"), form=form, block_bytes=64, **changes)
+    offload = OffloadConfig(tiers=settings, layout=Layout.parse("tp=2"), kv_format=kv_format, block_bytes=64, **changes)
     side = Side(config(offload=offload))
     for prompt in (range(9), range(20, 29), range(50, 81)):
         run_alone(side, prompt)
