@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.kv_transfer.compatibility import Compatibility
-from actors.kv_transfer.endpoint import KVEndpoint, Place, Sending
+from actors.kv_transfer.endpoint import CopyTarget, KVEndpoint, Sending
 from actors.kv_transfer.nixl_transport import NixlTransport
 from actors.kv_transfer.transport import Transport
 from actors.model.kv.kv_cache import KVCache
@@ -130,7 +130,7 @@ def endpoint(case: Case, rank: Rank, transport: Transport, staging_bytes: int) -
     return KVEndpoint(transport, rank.cache, rank.held, compatibility(case.spec), staging_bytes)
 
 
-def expect_all(case: Case, readers: Mapping[int, Rank], ends: Mapping[int, KVEndpoint]) -> list[Place]:
+def expect_all(case: Case, readers: Mapping[int, Rank], ends: Mapping[int, KVEndpoint]) -> list[CopyTarget]:
     """The readers' part: where each copy goes."""
     return [
         ends[copy.destination].expect(f"copy {index}", copy, readers[copy.destination].table)
@@ -144,14 +144,14 @@ def send_all(
     ends: Mapping[int, KVEndpoint],
     reader_metadata: Mapping[int, bytes],
     tables: Mapping[int, PageTable],
-    places: Iterable[Place],
+    targets: Iterable[CopyTarget],
 ) -> list[Sending]:
     """The writers' part."""
     sendings = []
-    for index, (copy, place) in enumerate(zip(case.copies, places, strict=True)):
+    for index, (copy, target) in enumerate(zip(case.copies, targets, strict=True)):
         end, own = ends[copy.source], writers[copy.source].table
         peer = end.connect(reader_metadata[copy.destination])
-        sendings.append(end.send(peer, f"copy {index}", copy, own, place, tables[copy.destination]))
+        sendings.append(end.send(peer, f"copy {index}", copy, own, target, tables[copy.destination]))
     return sendings
 
 
@@ -166,7 +166,7 @@ def wait_for_copies(case: Case, ends: Mapping[int, KVEndpoint], timeout_s: float
 
 
 def read_over_nixl(pipe: Connection, names: list[str], staging_bytes: int) -> None:
-    """A process with all readers of each case in turn: sends (reader metadata, tables, places), then what it got."""
+    """A process with all readers of each case in turn: sends (reader metadata, tables, targets), then what it got."""
     torch.set_num_threads(1)
     for name in names:
         case = Case.named(name)
@@ -174,8 +174,8 @@ def read_over_nixl(pipe: Connection, names: list[str], staging_bytes: int) -> No
         ends = {at: endpoint(case, rank, NixlTransport(f"reader{at}"), staging_bytes) for at, rank in readers.items()}
         reader_metadata = {at: end.agent_metadata() for at, end in ends.items()}
         pages = {at: list(rank.table.pages) for at, rank in readers.items()}
-        places = [place.staged_at for place in expect_all(case, readers, ends)]
-        pipe.send((reader_metadata, pages, places))
+        targets = [target.staged_at for target in expect_all(case, readers, ends)]
+        pipe.send((reader_metadata, pages, targets))
         arrived = wait_for_copies(case, ends)
         wrong = sum(rank.wrong(case.tokens) for rank in readers.values())
         pipe.send((sorted(arrived), wrong, sum(end.num_stray for end in ends.values())))
@@ -191,10 +191,10 @@ def write_over_nixl(pipe: Connection, names: list[str]) -> None:
         case = Case.named(name)
         writers = case.writers()
         ends = {at: endpoint(case, rank, NixlTransport(f"writer{at}"), 1 << 20) for at, rank in writers.items()}
-        reader_metadata, pages, places = pipe.recv()
+        reader_metadata, pages, targets = pipe.recv()
         owners = {held.world_rank: held.ownership for held in holdings(case.spec, case.destination)}
         tables = {at: PageTable(owners[at], found) for at, found in pages.items()}
-        sendings = send_all(case, writers, ends, reader_metadata, tables, [Place(staged_at=at) for at in places])
+        sendings = send_all(case, writers, ends, reader_metadata, tables, [CopyTarget(staged_at=at) for at in targets])
         deadline = time.monotonic() + 30
         while not all([sending.is_done() for sending in sendings]):
             assert time.monotonic() < deadline, "a transfer has not ended after 30 s"

@@ -131,8 +131,8 @@ class KVConnectorWorker:
     def _expect(self, expect: KVExpect) -> None:
         need = self._need(range(expect.first, expect.tokens))
         table = PageTable(self._held.ownership, expect.blocks)
-        place = self._endpoint.expect(expect.ticket_id, need, table)
-        reader = KVReader(world_rank=self._rank, agent_metadata=self._agent_metadata, staged_at=place.staged_at)
+        target = self._endpoint.expect(expect.ticket_id, need, table)
+        reader = KVReader(world_rank=self._rank, agent_metadata=self._agent_metadata, staged_at=target.staged_at)
         self._report.opened[expect.ticket_id] = reader
         if not self._endpoint.num_bytes(need):
             self._endpoint.forget(expect.ticket_id)

@@ -41,7 +41,7 @@ class AgentMetadata(Message):
     description: bytes
 
 
-class Place(Message):
+class CopyTarget(Message):
     """Where the reader wants a copy: a run of its staging buffer (its first byte), or, at None, the pages themselves."""
 
     staged_at: int | None
@@ -100,7 +100,7 @@ class Peer:
 class _Expected:
     copy: Copy
     table: PageTable
-    place: Place
+    target: CopyTarget
     missing: int
     """(layer, head, position)s that have not arrived."""
 
@@ -173,7 +173,7 @@ class KVEndpoint:
         self.compatibility.require(found.compatibility, "the peer")
         return Peer(self._transport.connect(found.description), found.shape)
 
-    def expect(self, name: str, copy: Copy, table: PageTable) -> Place:
+    def expect(self, name: str, copy: Copy, table: PageTable) -> CopyTarget:
         """Be ready for a copy into the pages of `table`, which are the caller's until it arrives or is forgotten.
 
         Staged where there is room and its page ranges, as far as this side knows, are small. Raises `ValueError` for a name
@@ -183,24 +183,24 @@ class KVEndpoint:
             raise ValueError(f"a copy {name!r} is expected already")
         small = is_small(*self._ranges_here(copy, table))
         staged = self._staging.reserve(self.num_bytes(copy)) if small else None
-        self._expected[name] = _Expected(copy, table, Place(staged_at=staged), _num_units(copy))
-        return self._expected[name].place
+        self._expected[name] = _Expected(copy, table, CopyTarget(staged_at=staged), _num_units(copy))
+        return self._expected[name].target
 
     def forget(self, name: str) -> None:
         """Expect it no longer; nothing where it is not expected. Its pages must not be given away while its writer may
         still write: after its abort is acknowledged, or the peer is disconnected."""
         expected = self._expected.pop(name, None)
-        if expected is not None and expected.place.staged_at is not None:
-            self._staging.release(expected.place.staged_at)
+        if expected is not None and expected.target.staged_at is not None:
+            self._staging.release(expected.target.staged_at)
 
-    def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, place: Place, peer_table: PageTable) -> Sending:
+    def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, target: CopyTarget, peer_table: PageTable) -> Sending:
         """Begin to send a copy, or a part of one, from own pages to where the peer wants it; parts have places of their own in
         the run of the whole. The values must have been computed.
 
         Where it is to be staged and there is no room for that here, `StagingFullError`: try again once another is done.
         """
-        tag = _Tag.of(name, copy, place.staged_at).pack()
-        if place.staged_at is None:
+        tag = _Tag.of(name, copy, target.staged_at).pack()
+        if target.staged_at is None:
             self._settle()
             ranges = copy_ranges(copy, self.shape, table, peer.shape, peer_table)
             return Sending(self._transport.write(peer.name, ranges, tag), self._staging, None)
@@ -213,7 +213,7 @@ class KVEndpoint:
         try:
             gather(self._cache, self.shape.first_head, copy, copy_slots(copy, table), self._staging.view(at, self._cache, copy))
             self._settle()
-            ranges = Ranges.single(STAGING, at, STAGING, place.staged_at, size)
+            ranges = Ranges.single(STAGING, at, STAGING, target.staged_at, size)
             return Sending(self._transport.write(peer.name, ranges, tag), self._staging, at)
         except Exception:
             self._staging.release(at)
@@ -253,7 +253,7 @@ class KVEndpoint:
         """Raise `ValueError` for a part staged outside the run of its copy."""
         if staged_at is None:
             return
-        start, end = expected.place.staged_at, staged_at + self.num_bytes(part)
+        start, end = expected.target.staged_at, staged_at + self.num_bytes(part)
         if start is None or not start <= staged_at <= end <= start + self.num_bytes(expected.copy):
             raise ValueError(
                 f"bytes {staged_at}..{end} of the staging buffer are not of this copy's run, which begins at {start}"

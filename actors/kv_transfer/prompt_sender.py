@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from actors.kv_transfer.endpoint import KVEndpoint, Peer, Place, Sending, StagingFullError
+from actors.kv_transfer.endpoint import CopyTarget, KVEndpoint, Peer, Sending, StagingFullError
 from actors.kv_transfer.transport import TransferError
 from actors.wire.kv import KVSend, KVSent
 from placement.layout.layout import Layout
@@ -158,17 +158,17 @@ class PromptSender:
         rank = part.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:
-            staged_at += outgoing.offset + self._place_of(part, outgoing.copy)
+            staged_at += outgoing.offset + self._offset_of(part, outgoing.copy)
         table = PageTable(self._ownership, self.blocks)
         arguments = (self._peers[rank], self.ticket_id, part, table)
         try:
-            sending = self._endpoint.send(*arguments, Place(staged_at=staged_at), self._tables[rank])
+            sending = self._endpoint.send(*arguments, CopyTarget(staged_at=staged_at), self._tables[rank])
         except StagingFullError:  # the pages themselves are always there
-            sending = self._endpoint.send(*arguments, Place(staged_at=None), self._tables[rank])
+            sending = self._endpoint.send(*arguments, CopyTarget(staged_at=None), self._tables[rank])
         self._under_way.append(sending)
         self._num_bytes += self._endpoint.num_bytes(part)
 
-    def _place_of(self, part: Copy, whole: Copy) -> int:
+    def _offset_of(self, part: Copy, whole: Copy) -> int:
         """Bytes of a copy's run before those of a part: what is at earlier positions, then what is in earlier layers."""
         before = len(whole.positions.within(range(part.positions.window.start)))
         layers = len(whole.layers) * before + (part.layers.start - whole.layers.start) * len(part.positions)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.kv_transfer.compatibility import IncompatiblePeerError
-from actors.kv_transfer.endpoint import KVEndpoint, Place, StagingFullError
+from actors.kv_transfer.endpoint import CopyTarget, KVEndpoint, StagingFullError
 from actors.kv_transfer.local import LocalTransport, Switchboard
 from actors.kv_transfer.pages import CacheShape, copy_ranges
 from actors.kv_transfer.staging import STAGE_BELOW, Staging, is_small
@@ -33,8 +33,8 @@ class Both:
         made = {at: LocalTransport(self.board, f"{name}{at}") for at in ranks}
         return {at: endpoint(self.case, rank, made[at], staging_bytes) for at, rank in ranks.items()}
 
-    def send(self, places: list[Place]) -> list[object]:
-        return list(send_all(self.case, self.writers, self.sending, self.reader_metadata, self.tables, places))
+    def send(self, targets: list[CopyTarget]) -> list[object]:
+        return list(send_all(self.case, self.writers, self.sending, self.reader_metadata, self.tables, targets))
 
     def wrong(self, tokens: int) -> int:
         return sum(rank.wrong(tokens) for rank in self.readers.values())
@@ -45,9 +45,9 @@ class Both:
 def test_every_value_arrives_and_nothing_else_changes(name: str, staging_bytes: int) -> None:
     both = Both(name, staging_bytes)
     assert both.wrong(0) == 0
-    places = expect_all(both.case, both.readers, both.reading)
-    assert all((place.staged_at is not None) == (staging_bytes > 0) for place in places)
-    sendings = both.send(places)
+    targets = expect_all(both.case, both.readers, both.reading)
+    assert all((target.staged_at is not None) == (staging_bytes > 0) for target in targets)
+    sendings = both.send(targets)
     assert len(wait_for_copies(both.case, both.reading)) == len(both.case.copies)
     assert both.wrong(both.case.tokens) == 0
     assert all(sending.is_done() for sending in sendings)
@@ -82,23 +82,23 @@ def test_nothing_is_there_before_its_notice_and_staging_runs_come_back() -> None
 
 def test_a_forgotten_copy_that_comes_after_all_changes_no_page() -> None:
     both = Both("heads split again", held=True)
-    places = expect_all(both.case, both.readers, both.reading)
-    assert all(place.staged_at is not None for place in places)
-    both.send(places)
+    targets = expect_all(both.case, both.readers, both.reading)
+    assert all(target.staged_at is not None for target in targets)
+    both.send(targets)
     for end in both.reading.values():
-        for index in range(len(places)):
+        for index in range(len(targets)):
             end.forget(f"copy {index}")
         assert (end.num_expected, end._staging.num_reserved) == (0, 0)
     both.board.deliver()
     assert [end.poll() for end in both.reading.values()] == [[]] * len(both.reading)
-    assert sum(end.num_stray for end in both.reading.values()) == len(places)
+    assert sum(end.num_stray for end in both.reading.values()) == len(targets)
     assert both.wrong(0) == 0
 
 
 def test_a_peer_that_closes_ends_the_transfer_with_its_name() -> None:
     both = Both("heads split again", held=True)
-    places = expect_all(both.case, both.readers, both.reading)
-    sendings = both.send(places)
+    targets = expect_all(both.case, both.readers, both.reading)
+    sendings = both.send(targets)
     for end in both.reading.values():
         end.close()
     both.board.deliver()
