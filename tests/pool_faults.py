@@ -8,10 +8,10 @@ from typing import Any
 
 import msgpack
 
+from actors.engine.admission import EngineBusy
 from actors.engine.disaggregation import decode_transfers, prefill_transfers
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer
 from actors.engine.disaggregation.prefill_transfers import PrefillTransfer
-from actors.engine.refusal import EngineBusy
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_transfer.local import LocalTransfer, LocalTransport, Switchboard

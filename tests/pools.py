@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
+from actors.engine.admission import RequestRefused
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
-from actors.engine.refusal import RequestRefused
 from actors.kv_offload.offload_worker import KVOffloadWorker
 from actors.kv_transfer.connector_worker import KVConnectorWorker
 from actors.kv_transfer.local import LocalTransport, Switchboard

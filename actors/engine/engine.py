@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from actors.engine.admission import EngineDown
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import EngineStats
 from actors.engine.link.link import RankLink
 from actors.engine.loop import Clock, StepLoop
-from actors.engine.refusal import EngineDown
 from actors.engine.sequences.event_delivery import Deliver
 from actors.wire.requests import GenerateRequest, TokenEvent
 

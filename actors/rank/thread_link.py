@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from actors.engine.link.joining import ResultJoiner
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
+from actors.engine.link.result_joiner import ResultJoiner
 from actors.wire.experts import ExpertReport
 from actors.wire.kv import KVReport
 from actors.wire.plans import StepPlan

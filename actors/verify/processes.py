@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self
 
-from actors.engine.link.joining import joined
 from actors.engine.link.link import LinkError
+from actors.engine.link.result_joiner import joined
 from actors.groups.distributed.rendezvous import serve_store
 from actors.verify.ranks import STEP_S, Ran, WatchedRanks, flow
 from actors.verify.routes import Routes

@@ -16,12 +16,12 @@ from typing import Any
 import ray
 from ray.util import get_node_ip_address
 
+from actors.engine.admission import RequestRefused
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
-from actors.engine.refusal import RequestRefused
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, Work
 from cluster.replica import launch, placement_group

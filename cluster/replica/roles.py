@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict
 
-from actors.engine.refusal import RequestRefused
+from actors.engine.admission import RequestRefused
 from actors.wire.roles import Role, Work
 
 

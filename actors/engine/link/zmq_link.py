@@ -28,8 +28,8 @@ import msgpack
 import zmq
 from pydantic import ValidationError
 
-from actors.engine.link.joining import ResultJoiner
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
+from actors.engine.link.result_joiner import ResultJoiner
 from actors.wire.experts import ExpertReport
 from actors.wire.kv import KVReport
 from actors.wire.message import Message

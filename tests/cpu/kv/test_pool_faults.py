@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 import torch
 
+from actors.engine.admission import RequestRefused
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.disaggregation import prefill_transfers
-from actors.engine.refusal import RequestRefused
 from actors.kv_transfer import connector_worker
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from tests.inprocess import in_process

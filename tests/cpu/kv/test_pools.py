@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.engine.admission import InvalidRequest
 from actors.engine.config.engine_config import EngineConfig
-from actors.engine.refusal import InvalidRequest
 from actors.kv_transfer.pages import copy_slots
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from actors.engine.admission import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.config.engine_config import EngineConfig, OffloadConfig
 from actors.engine.engine import Engine
 from actors.engine.link.link import LinkError
 from actors.engine.link.scripted import ScriptedLink, continuation, prompt_logprobs
-from actors.engine.refusal import DuplicateRequest, EngineBusy, EngineDown, InvalidRequest, PromptTooLong
 from actors.engine.scheduler import Scheduler
 from actors.kv_offload.block_part import KVFormat
 from actors.wire.plans import StepPlan

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from actors.engine.admission import InvalidRequest, check_request
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, OffloadConfig
 from actors.engine.disaggregation.decode_transfers import DecodeTransferState
-from actors.engine.refusal import InvalidRequest, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_offload.block_part import KVFormat

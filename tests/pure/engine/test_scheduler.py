@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from actors.engine.admission import InvalidRequest, PromptTooLong, check_request
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.link.scripted import ScriptedRank, continuation, prompt_logprobs
-from actors.engine.refusal import InvalidRequest, PromptTooLong, check_request
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.engine.sequences.token_events import ResultMismatch
