@@ -20,7 +20,7 @@ from collections import deque
 from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.sequence import Sequence
 
-_Lane = tuple[int, str]
+_QueueKey = tuple[int, str]
 
 
 class WaitingQueue:
@@ -31,29 +31,29 @@ class WaitingQueue:
         self.num_tokens = 0
         self._overdue_after_s = overdue_after_s
         self._tenants = tenants
-        self._lanes: dict[_Lane, deque[Sequence]] = {}
+        self._queues: dict[_QueueKey, deque[Sequence]] = {}
 
     def push(self, sequence: Sequence) -> None:
         """Add one that arrived after all others of its line."""
-        self._lanes.setdefault(_lane(sequence), deque()).append(sequence)
+        self._queues.setdefault(_queue_key(sequence), deque()).append(sequence)
         self._count(sequence, 1)
 
     def push_back_in(self, sequence: Sequence) -> None:
         """Add one that was preempted, before everything in its line that arrived later."""
-        lane = self._lanes.setdefault(_lane(sequence), deque())
-        place = next((i for i, other in enumerate(lane) if other.order > sequence.order), len(lane))
-        lane.insert(place, sequence)
+        queue = self._queues.setdefault(_queue_key(sequence), deque())
+        place = next((i for i, other in enumerate(queue) if other.order > sequence.order), len(queue))
+        queue.insert(place, sequence)
         self._count(sequence, 1)
 
     def first(self, now: float) -> Sequence | None:
         """The one to admit next; it stays in the queue. Costs one comparison a line."""
-        return min((lane[0] for lane in self._lanes.values()), key=lambda head: self._key(head, now), default=None)
+        return min((queue[0] for queue in self._queues.values()), key=lambda head: self._key(head, now), default=None)
 
     def remove(self, sequence: Sequence) -> None:
-        lane = self._lanes[_lane(sequence)]
-        lane.remove(sequence)
-        if not lane:
-            del self._lanes[_lane(sequence)]
+        queue = self._queues[_queue_key(sequence)]
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[_queue_key(sequence)]
         self._count(sequence, -1)
 
     def _key(self, head: Sequence, now: float) -> tuple[bool, int, bool, int, int]:
@@ -67,5 +67,5 @@ class WaitingQueue:
         self.num_tokens += sign * len(sequence.tokens)
 
 
-def _lane(sequence: Sequence) -> _Lane:
+def _queue_key(sequence: Sequence) -> _QueueKey:
     return (sequence.request.priority, sequence.request.tenant)

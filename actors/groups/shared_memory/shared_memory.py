@@ -49,7 +49,7 @@ class SharedMemoryGroup(CountedGroup):
         title = f"{axis} group {name!r}, rank {rank} of {size}"
         memory, words, self._members = attach(name, rank, geometry, title, timeout_s)
         self._slot_bytes = slot_bytes
-        self._lane_bytes = slot_bytes // size // LINE_BYTES * LINE_BYTES
+        self._section_bytes = slot_bytes // size // LINE_BYTES * LINE_BYTES
         self._at_once_bytes = slot_bytes if size == 2 else min(slot_bytes, _GATHER_BYTES)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._exchange: SlotExchange | None = SlotExchange(memory, words, geometry, rank, self._members, timeout_s)
@@ -146,15 +146,15 @@ class SharedMemoryGroup(CountedGroup):
         parts = [part.reshape(-1) for part in torch.split(x, list(sizes))]
         out = x.new_empty(sizes[self.rank], *x.shape[1:])
         flat_out, mine = out.view(-1), parts[self.rank]
-        lane = self._lane_bytes // x.itemsize
+        section = self._section_bytes // x.itemsize
         with self._operation(operation) as exchange:
-            for at in range(0, max(len(part) for part in parts), lane):
+            for at in range(0, max(len(part) for part in parts), section):
                 slots = exchange.begin()
                 self._write_parts(slots[self.rank], parts, at)
                 exchange.finish(operation, x.dtype, x.numel())
-                own = mine[at : at + lane]
-                terms = [own if rank == self.rank else self._lane(slots[rank], own) for rank in range(self.size)]
-                sum_in_rank_order(terms, out=flat_out[at : at + lane])
+                own = mine[at : at + section]
+                terms = [own if rank == self.rank else self._section(slots[rank], own) for rank in range(self.size)]
+                sum_in_rank_order(terms, out=flat_out[at : at + section])
         return out
 
     def _all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -162,7 +162,7 @@ class SharedMemoryGroup(CountedGroup):
         out = x.new_empty(sum(receive), *x.shape[1:])
         targets = [part.view(-1) for part in torch.split(out, list(receive))]
         targets[self.rank].copy_(parts[self.rank])
-        lane = self._lane_bytes // x.itemsize
+        section = self._section_bytes // x.itemsize
         at, longest = 0, 1
         with self._operation("all_to_all") as exchange:
             while at < longest:
@@ -173,9 +173,9 @@ class SharedMemoryGroup(CountedGroup):
                 if at == 0:
                     longest = _longest_part(exchange.splits(), receive, self.rank) * x.shape[1:].numel()
                 for peer in self._peers:
-                    target = targets[peer][at : at + lane]
-                    target.copy_(self._lane(slots[peer], target))
-                at += lane
+                    target = targets[peer][at : at + section]
+                    target.copy_(self._section(slots[peer], target))
+                at += section
         return out
 
     def _barrier(self) -> None:
@@ -195,16 +195,16 @@ class SharedMemoryGroup(CountedGroup):
         return out
 
     def _write_parts(self, slot: Slot, parts: Sequence[Tensor], at: int) -> None:
-        """Write into the lane of each peer the elements of its part from `at` on, as many as a lane holds."""
-        lane = self._lane_bytes // parts[0].itemsize
+        """Write into the section of each peer the elements of its part from `at` on, as many as a section holds."""
+        section = self._section_bytes // parts[0].itemsize
         elements = slot[parts[0].dtype]
         for peer in self._peers:
-            piece = parts[peer][at : at + lane]
-            elements[peer * lane : peer * lane + len(piece)].copy_(piece)
+            piece = parts[peer][at : at + section]
+            elements[peer * section : peer * section + len(piece)].copy_(piece)
 
-    def _lane(self, slot: Slot, like: Tensor) -> Tensor:
-        """What a peer has put into this rank's lane, as many elements as `like` has."""
-        start = self.rank * (self._lane_bytes // like.itemsize)
+    def _section(self, slot: Slot, like: Tensor) -> Tensor:
+        """What a peer has put into this rank's section, as many elements as `like` has."""
+        start = self.rank * (self._section_bytes // like.itemsize)
         return slot[like.dtype][start : start + len(like)]
 
     def _look_at(self, peer: int, timeout_s: float | None = None) -> LookRound:
