@@ -75,7 +75,7 @@ def model(num_layers: int, **moe: Any) -> ModelSpec:
 
 @dataclass
 class LayerRank:
-    """The layers with experts of one rank, without the rest of the model: a lane of its own, so tokens are its own."""
+    """The layers with experts of one rank, without the rest of the model: a DP rank of its own, so tokens are its own."""
 
     spec: ModelSpec
     layout: Layout
@@ -94,10 +94,10 @@ class LayerRank:
         self._regions = Regions(groups["tp"], None)
 
     @torch.inference_mode()
-    def step(self, x: Tensor, lanes: Sequence[Sequence[int]], number: int = 0) -> None:
+    def step(self, x: Tensor, new_lens_across_dp: Sequence[Sequence[int]], number: int = 0) -> None:
         """Run own tokens [own, hidden] of step `number` through the layers."""
-        exchange = self._exchanges.of(lanes, number)
-        region = self._regions.of(lanes[self.rank])
+        exchange = self._exchanges.of(new_lens_across_dp, number)
+        region = self._regions.of(new_lens_across_dp[self.rank])
         for layer in self.mixtures.values():
             if len(x):
                 exchange.through(layer, x, region)
@@ -109,8 +109,8 @@ def _filled(shape: tuple[int, ...], fp32: bool) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False)
 
 
-def lanes_of(tokens: int, ranks: int) -> list[list[int]]:
-    """A step of so many decodes, split over lanes."""
+def new_lens_of(tokens: int, ranks: int) -> list[list[int]]:
+    """A step of so many decodes, split over DP ranks."""
     return [[1] * len(part) for part in partition(tokens, ranks)]
 
 
@@ -125,13 +125,13 @@ def run_modes(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int)
         subjects[name] = LayerRank(model(1), Layout.parse(text), rank, group)
     times: dict[tuple[str, int], list[float]] = {}
     for tokens in TOKENS:
-        lanes = lanes_of(tokens, ranks)
-        x = torch.randn(len(lanes[rank]), 1024)
+        new_lens_across_dp = new_lens_of(tokens, ranks)
+        x = torch.randn(len(new_lens_across_dp[rank]), 1024)
         for _ in range(rounds + 1):
             for name, subject in subjects.items():
                 copy.barrier()
                 began = time.perf_counter()
-                subject.step(x, lanes)
+                subject.step(x, new_lens_across_dp)
                 times.setdefault((name, tokens), []).append(time.perf_counter() - began)
     pipe.send({key: values[1:] for key, values in times.items()})
 
@@ -158,15 +158,15 @@ def run_skew(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) 
     placed = subject.own.expert_map
     assert placed is not None
     mover = ExpertWeightMover(subject.mixtures, copy, placed, layout.moe_tp, rank)
-    lanes = lanes_of(SKEW_TOKENS, ranks)
+    new_lens_across_dp = new_lens_of(SKEW_TOKENS, ranks)
     draw = torch.Generator().manual_seed(2 + rank)
     while (plan := pipe.recv()) is not None:
-        x = torch.randn(len(lanes[rank]), spec.hidden_size, generator=draw)
+        x = torch.randn(len(new_lens_across_dp[rank]), spec.hidden_size, generator=draw)
         copy.barrier()
         began = time.perf_counter()
         with torch.inference_mode():
             mover.move(plan.moves)
-        subject.step(x, lanes, plan.step)
+        subject.step(x, new_lens_across_dp, plan.step)
         pipe.send((time.perf_counter() - began, mover.report(plan.step) if plan.asks_experts else None))
 
 
@@ -242,7 +242,7 @@ def show_modes(times: dict[tuple[str, int], list[float]], ranks: int) -> Table:
     table = Table("tokens", *(f"{name}, ms" for name in MODES), "rule", "of the faster")
     for tokens in TOKENS:
         found = {name: statistics.median(times[name, tokens]) for name in MODES}
-        chosen = expert_modes.mode(model(1), Layout.parse(f"attn_dp={ranks},ep={ranks}"), lanes_of(tokens, ranks), 4)
+        chosen = expert_modes.mode(model(1), Layout.parse(f"attn_dp={ranks},ep={ranks}"), new_lens_of(tokens, ranks), 4)
         other = "a2a" if chosen == "gather" else "gather"
         ratio = statistics.median(a / b for a, b in zip(times[chosen, tokens], times[other, tokens], strict=True))
         table.add_row(str(tokens), *(f"{found[name] * 1e3:.2f}" for name in MODES), chosen, f"{max(1.0, ratio):.2f}")

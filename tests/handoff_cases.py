@@ -42,7 +42,7 @@ def latent_model(heads: int = 6, layers: int = 4, rank: int = 16, rope: int = 4)
 
 
 def kept(spec: ModelSpec, side: Side, tokens: int) -> set[Unit]:
-    """What the ranks of the side's lane keep of `tokens` tokens, asked of the shards and of every single position."""
+    """What the ranks of the side's DP rank keep of `tokens` tokens, asked of the shards and of every single position."""
     found = set()
     for rank in range(side.layout.world):
         coords = mesh.coords_of(side.layout, rank)
@@ -52,7 +52,7 @@ def kept(spec: ModelSpec, side: Side, tokens: int) -> set[Unit]:
         )
         blocks = ownership.blocks(list(range(-(-tokens // side.page_tokens))))
         mine = [position for position in range(tokens) if ownership.slot(position, blocks) >= 0]
-        if coords.attn_dp == side.lane:
+        if coords.attn_dp == side.dp_rank:
             found |= {(rank, layer, head, p) for layer in own.layers for head in own.kv_heads for p in mine}
     return found
 

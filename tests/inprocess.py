@@ -76,7 +76,7 @@ def in_process(
         attach,
     )
     link.wait_ready(_WAIT_S)
-    engine = Engine(config.model_copy(update={"stages": parsed.pp, "lanes": parsed.attn_dp}), link)
+    engine = Engine(config.model_copy(update={"stages": parsed.pp, "dp_size": parsed.attn_dp}), link)
     engine.start()
     try:
         yield InProcess(engine)

@@ -20,15 +20,15 @@ def draw_layout(draw: random.Random, spec: ModelSpec, most_ranks: int = 8) -> La
 
 def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
     tp, pp, cp = draw.choice((1, 2, 2, 3, 4, 5, 6)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2, 3, 4))
-    lanes = draw.choice((1, 1, 1, 2, 3))
+    dp_size = draw.choice((1, 1, 1, 2, 3))
     fields: dict[str, object] = {
         "tp": tp,
         "pp": pp,
-        "attn_dp": lanes,
+        "attn_dp": dp_size,
         "cp": cp,
         "dcp": draw.choice((1, 1, 2, 3)),
         "sp": draw.random() < 0.3,
-        "lm_head": draw.choice(("auto", "stage")) if lanes > 1 else "auto",
+        "lm_head": draw.choice(("auto", "stage")) if dp_size > 1 else "auto",
     }
     if cp > 1:
         fields["cp_style"] = draw.choice(("ring", "allgather"))
@@ -37,7 +37,7 @@ def _fields(draw: random.Random, spec: ModelSpec) -> dict[str, object]:
     if pp > 1 and draw.random() < 0.5:
         fields["stage_layers"] = _split(draw, spec.num_layers, pp)
     if spec.moe is not None:
-        fields |= _expert_fields(draw, spec.moe, lanes * tp * cp)
+        fields |= _expert_fields(draw, spec.moe, dp_size * tp * cp)
     return fields
 
 

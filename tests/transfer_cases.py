@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, str, str, int, int, int]] = {
     "one KV head on four": ("mqa", "tp=4,pp=2", "tp=3", 16, 16, 17),
     "positions split": ("gqa", "cp=2,tp=2", "cp=3", 32, 16, 200),
     "latents": ("mla", "tp=3", "tp=2,dcp=2,pp=2", 16, 32, 200),
-    "lanes": ("mha", "attn_dp=2,tp=2", "pp=3", 16, 16, 15),
+    "dp-ranks": ("mha", "attn_dp=2,tp=2", "pp=3", 16, 16, 15),
     "uneven": ("gqa", "tp=2,tp_shares=2/1", "pp=2,stage_layers=3/1,tp=3", 16, 32, 1),
 }
 """Model, prefill, decode, tokens of a page on each side, prompt length."""

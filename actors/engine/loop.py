@@ -72,7 +72,7 @@ class StepLoop:
         """Since when requests wait, none runs, and ranks do not give back blocks that they fetch."""
         self._last_step_at: float | None = None
         self._step_seconds = 0.0
-        self._meter = BubbleMeter(config.stages * config.lanes if config.stages > 1 else 1)
+        self._meter = BubbleMeter(config.stages * config.dp_size if config.stages > 1 else 1)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._thread = threading.Thread(target=self._run, name="shardwright-engine", daemon=True)
 
@@ -157,9 +157,9 @@ class StepLoop:
                 running=len(scheduler.running),
                 waiting=waiting,
                 waiting_tokens=waiting_tokens,
-                total_blocks=sum(lane.pool.num_blocks for lane in scheduler.lanes),
-                free_blocks=sum(lane.pool.num_blank for lane in scheduler.lanes),
-                cached_blocks=sum(lane.pool.num_cached for lane in scheduler.lanes),
+                total_blocks=sum(dp_rank.pool.num_blocks for dp_rank in scheduler.dp_ranks),
+                free_blocks=sum(dp_rank.pool.num_blank for dp_rank in scheduler.dp_ranks),
+                cached_blocks=sum(dp_rank.pool.num_cached for dp_rank in scheduler.dp_ranks),
                 steps=counts.steps,
                 tokens_run=counts.tokens_run,
                 tokens_sampled=counts.tokens_sampled,

@@ -6,9 +6,9 @@
 
 `schedule` decides a step and `update` applies its result; nothing here waits, sends or looks at a clock.
 
-A step is filled in this order, in each lane (`lane.py`) within `max_batch_tokens`: one token of every decoding sequence (or,
+A step is filled in this order, on each DP rank (`dp_rank.py`) within `max_batch_tokens`: one token of every decoding sequence (or,
 over several stages, of those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new
-admissions. On admission a sequence gets its lane, in which it stays, and all blocks for the tokens it has, so prompts never
+admissions. On admission a sequence gets its DP rank, where it stays, and all blocks for the tokens it has, so prompts never
 compete half way; only a decode can find no block and preempt.
 
 A decode may be planned before its token is known: the ranks keep what they sample. A token computed past a stop is
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
+from actors.engine.batching.dp_rank import DPRank, choose
 from actors.engine.batching.draft import Draft, plan_of
-from actors.engine.batching.lane import Lane, choose
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import Counts
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer
@@ -48,11 +48,11 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.lanes = [Lane(index, config) for index in range(config.lanes)]
+        self.dp_ranks = [DPRank(index, config) for index in range(config.dp_size)]
         self.counts = Counts()
         self.tenants = TenantCounters()
         self.waiting = WaitingQueue(config.overdue_after_s, self.tenants)
-        self.handoffs = Handoffs(config, self.lanes)
+        self.handoffs = Handoffs(config, self.dp_ranks)
         self.decode_transfers, self.prefill_transfers = self.handoffs.decode_transfers, self.handoffs.prefill_transfers
         self.offload = self.handoffs.offload
         self._live_requests = LiveRequests(self.tenants)
@@ -68,8 +68,8 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences of all lanes, lane after lane, most urgent first in each."""
-        return [sequence for lane in self.lanes for sequence in lane.running]
+        """The sequences of all DP ranks, in DP rank order, most urgent first in each."""
+        return [sequence for dp_rank in self.dp_ranks for sequence in dp_rank.running]
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that `check_request` has passed."""
@@ -150,15 +150,15 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None where there is nothing to run (or all of it is in flight)."""
-        drafts = [self._draft(lane, now) for lane in self.lanes]
+        drafts = [self._draft(dp_rank, now) for dp_rank in self.dp_ranks]
         self._admit(drafts, now)
         is_due = self.handoffs.has_updates or any(draft.rows or draft.started for draft in drafts)
         return self._commit(drafts) if is_due else None
 
-    def _draft(self, lane: Lane, now: float) -> Draft:
-        """A lane's part of the step, as far as those go that run there already."""
-        draft = Draft(self.counts.steps, self.config.max_batch_tokens, lane.index, self.config.kv_owners)
-        lane.plan_decodes(draft)
+    def _draft(self, dp_rank: DPRank, now: float) -> Draft:
+        """A DP rank's part of the step, as far as those go that run there already."""
+        draft = Draft(self.counts.steps, self.config.max_batch_tokens, dp_rank.index, self.config.kv_owners)
+        dp_rank.plan_decodes(draft)
         for victim in draft.preempted:
             self._ended.append(victim.sequence_id)
             victim.forget_ranks()
@@ -166,36 +166,36 @@ class Scheduler:
             self.waiting.push_back_in(victim)
             self.counts.preemptions += 1
         # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
-        for sequence in self.offload.ready(lane.index):
+        for sequence in self.offload.ready(dp_rank.index):
             self._register(sequence)
             if not self._start_handoff(sequence, now):
                 self._begin(sequence, draft, now)
-        for sequence in self.decode_transfers.ready(lane.index):
+        for sequence in self.decode_transfers.ready(dp_rank.index):
             sequence.num_planned = sequence.num_computed = sequence.prompt_length
-            lane.run(sequence)
+            dp_rank.run(sequence)
             self._register(sequence)
             self._start(sequence, draft)
             draft.run(sequence, 1)
-        lane.plan_chunks(draft, -(-self.waiting.num_tokens // len(self.lanes)))
+        dp_rank.plan_chunks(draft, -(-self.waiting.num_tokens // len(self.dp_ranks)))
         return draft
 
     def _admit(self, drafts: Several[Draft], now: float) -> None:
-        """Start who comes next, until no lane that may start anyone has room for the head of the queue."""
-        while open_lanes := [lane for lane in self.lanes if lane.is_open(drafts[lane.index])]:
+        """Start who comes next, until no DP rank that may start anyone has room for the head of the queue."""
+        while open_dp_ranks := [dp_rank for dp_rank in self.dp_ranks if dp_rank.is_open(drafts[dp_rank.index])]:
             sequence = self.waiting.first(now)
-            lane = choose(open_lanes, sequence) if sequence is not None else None
-            if sequence is None or lane is None:
+            dp_rank = choose(open_dp_ranks, sequence) if sequence is not None else None
+            if sequence is None or dp_rank is None:
                 return
             self.waiting.remove(sequence)
-            lane.take_in(sequence)
+            dp_rank.take_in(sequence)
             self.counts.cache_hit_tokens += sequence.num_computed
             num_matched = self.offload.num_matched_blocks(sequence)
             if num_matched:
                 sequence.state = State.RESERVED
                 self.offload.fetch(sequence, num_matched, now)
             elif not self._start_handoff(sequence, now):
-                self._begin(sequence, drafts[lane.index], now)
-                lane.run_chunk(sequence, drafts[lane.index])
+                self._begin(sequence, drafts[dp_rank.index], now)
+                dp_rank.run_chunk(sequence, drafts[dp_rank.index])
 
     def _start_handoff(self, sequence: Sequence, now: float) -> bool:
         """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
@@ -207,14 +207,14 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence, draft: Draft, now: float) -> None:
         """Run a sequence whose front is in its blocks, from there on."""
-        self.lanes[sequence.lane].run(sequence)
+        self.dp_ranks[sequence.dp_rank].run(sequence)
         self._start(sequence, draft)
         if sequence.request.ticket is not None:
             self.prefill_transfers.begin(sequence, sequence.request.ticket, now)
 
     def _register(self, sequence: Sequence) -> None:
         """Its full blocks can be found from now on, and outlive the device."""
-        self.offload.save(sequence, self.lanes[sequence.lane].register(sequence))
+        self.offload.save(sequence, self.dp_ranks[sequence.dp_rank].register(sequence))
 
     def _start(self, sequence: Sequence, draft: Draft) -> None:
         draft.start(sequence, self._next_sequence_id)
@@ -301,7 +301,7 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
-            self.lanes[sequence.lane].let_go(sequence)
+            self.dp_ranks[sequence.dp_rank].let_go(sequence)
             self._ended.append(sequence.sequence_id)
         elif sequence.state is State.RESERVED and not self.offload.abandon(sequence):
             self.decode_transfers.abandon(self.decode_transfers.of(sequence))

@@ -36,9 +36,9 @@ class KVOffloadWorker:
     """One rank's. Its methods are called from the rank's thread."""
 
     def __init__(self, config: RankConfig, cache: KVCaches, settings: TierConfig) -> None:
-        lane = mesh.coords_of(config.layout, config.world_rank).attn_dp
-        side = Side(config.layout, config.block_size, lane)
-        self._rank, self._lane, self._device = config.world_rank, lane, torch.device(config.device)
+        dp_rank = mesh.coords_of(config.layout, config.world_rank).attn_dp
+        side = Side(config.layout, config.block_size, dp_rank)
+        self._rank, self._dp_rank, self._device = config.world_rank, dp_rank, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
         self._kv_format = KVFormat.of(config.spec, settings.model_digest, config.dtype, config.block_size)
         shared = None if settings.directory is None else DirectoryTier(settings.directory, settings.directory_bytes)
@@ -61,12 +61,12 @@ class KVOffloadWorker:
     def before(self, plan: StepPlan) -> None:
         """What a plan asks for before its step."""
         for save in plan.saves:
-            if save.lane == self._lane:
+            if save.dp_rank == self._dp_rank:
                 table = PageTable(self._held.ownership, save.blocks)
                 for place, block in zip(save.places, save.hashes, strict=True):
                     self._blocks.save(range(place, place + 1), [self._kv_format.name(block)], table)
         for fetch in plan.fetches:
-            if fetch.lane == self._lane:
+            if fetch.dp_rank == self._dp_rank:
                 self._num_open += 1
                 self._asked.put(fetch)
 

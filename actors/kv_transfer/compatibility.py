@@ -1,6 +1,6 @@
 """The handshake of two ranks that are to exchange KV: what must be equal, and what may differ.
 
-Layouts, page sizes and lanes may differ: the hand-off map bridges them. What a value in a page *means* may not.
+Layouts, page sizes and DP ranks may differ: the hand-off map bridges them. What a value in a page *means* may not.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _HEARTBEAT_INTERVAL_S = 1.0
 
 
 class KVConnectorWorker:
-    """One rank's. `side` is its own, with its lane. Not safe for several threads."""
+    """One rank's. `side` is its own, with its DP rank. Not safe for several threads."""
 
     def __init__(self, config: RankConfig, endpoint: KVEndpoint) -> None:
         self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
@@ -70,12 +70,12 @@ class KVConnectorWorker:
 
     def before(self, plan: StepPlan) -> None:
         """What a plan asks for before its step."""
-        lane = self._side.lane
+        dp_rank = self._side.dp_rank
         for expect in plan.expects:
-            if expect.lane == lane:
+            if expect.dp_rank == dp_rank:
                 self._expect(expect)
         for send in plan.sends:
-            if send.lane == lane:
+            if send.dp_rank == dp_rank:
                 self._begin(send)
         for ticket_id in plan.forgets:
             self._endpoint.forget(ticket_id)
@@ -202,6 +202,6 @@ def _cut(layers: range, count: int) -> list[range]:
 
 
 def side_of(config: RankConfig) -> Side:
-    """The side of a rank, in its own lane."""
+    """The side of a rank, in its own DP rank."""
     layout: Layout = config.layout
     return Side(layout, config.block_size, mesh.coords_of(layout, config.world_rank).attn_dp)

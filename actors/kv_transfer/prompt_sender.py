@@ -40,7 +40,7 @@ class PromptSender:
     ) -> None:
         """`range_bytes`: see `RankConfig`. Raises `ValueError` where the ticket and its layout do not agree."""
         ticket = send.ticket
-        destination = Side(Layout.parse(ticket.layout), ticket.page_tokens, ticket.lane)
+        destination = Side(Layout.parse(ticket.layout), ticket.page_tokens, ticket.dp_rank)
         own = next(held for held in holdings(spec, source) if held.world_rank == world_rank)
         self.ticket_id, self.sequence_id = ticket.ticket_id, send.sequence_id
         self.error: str | None = None

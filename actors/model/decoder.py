@@ -30,7 +30,7 @@ from actors.model.step.regions import Region, Regions
 from actors.model.step.rope import make_rope
 from actors.model.step.step import Paged, Step
 from placement.model.spec import ModelSpec
-from placement.ownership.expert_tokens import Lanes
+from placement.ownership.expert_tokens import NewLensAcrossDP
 from placement.ownership.shard import Shard
 
 
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
-        step = Step(rotations, paged, region, self.exchanges.of(batch.lanes, batch.copy_offset))
+        step = Step(rotations, paged, region, self.exchanges.of(batch.new_lens_across_dp, batch.copy_offset))
         hidden = self.embed(batch.token_ids, hidden, region)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
@@ -91,9 +91,9 @@ class Decoder(nn.Module):
             self.layers[str(layers[-1])].register_forward_hook(_then(ran, layers))
 
     @torch.inference_mode()
-    def serve(self, lanes: Lanes, copy_offset: int) -> Tensor:
-        """Run this stage's experts for the tokens of other lanes, in a step in which this rank's lane has none: [0, hidden]."""
-        exchange = self.exchanges.of(lanes, copy_offset)
+    def serve(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Tensor:
+        """Run this stage's experts for the tokens of other DP ranks, in a step in which this rank's DP rank has none: [0, hidden]."""
+        exchange = self.exchanges.of(new_lens_across_dp, copy_offset)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
         return self._none

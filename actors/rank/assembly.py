@@ -32,7 +32,7 @@ from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
 from actors.model.moe.dispatch_selection import exchanges
 from actors.model.moe.expert_mover import ExpertWeightMover, NoExperts
-from actors.rank.head import LaneHead, StageHead
+from actors.rank.head import DPRankHead, StageHead
 from actors.rank.pipeline import Pipeline
 from actors.rank.runner import Runner
 from actors.sampling.sampler import Sampler
@@ -98,7 +98,7 @@ def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decod
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
     coords = mesh.coords_of(config.layout, config.world_rank)
     shared = groups.get(mesh.HEAD_AXIS)
-    head = LaneHead(decoder) if shared is None else StageHead(decoder, shared, coords, config.layout.tp)
+    head = DPRankHead(decoder) if shared is None else StageHead(decoder, shared, coords, config.layout.tp)
     sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     place = ContextRank.of(config.layout, coords, config.block_size)

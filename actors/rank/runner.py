@@ -29,7 +29,7 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from actors.wire.results import PromptLogprobs, Sampled, StepResult
 from placement.ownership.context import ContextRank, is_split, restored_order
-from placement.ownership.expert_tokens import Lanes
+from placement.ownership.expert_tokens import NewLensAcrossDP
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
@@ -58,8 +58,8 @@ class Runner:
     `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
     samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
 
-    Of a plan a rank knows the rows of its lane only, and a lane chooses its tokens by itself; unless the head is split over all
-    lanes (`placement.layout.lm_head`): then those that sample know all rows, and choose for all lanes. A lane without rows
+    Of a plan a rank knows the rows of its DP rank only, and a DP rank chooses its tokens by itself; unless the head is split over all
+    DP ranks (`placement.layout.lm_head`): then those that sample know all rows, and choose for all DP ranks. A DP rank without rows
     skips the layers, and answers with nothing: groups of its ranks alone are silent.
     """
 
@@ -84,13 +84,13 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
-        """Apply a plan and run it. Returns the lane's result on the last stage, None on the others. Raises `PlanError`."""
+        """Apply a plan and run it. Returns the DP rank's result on the last stage, None on the others. Raises `PlanError`."""
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
-        mine, lanes = plan.of_lane(self._place.lane), plan.new_lens(self._place.lanes)
+        mine, new_lens_across_dp = plan.of_dp_rank(self._place.dp_rank), plan.new_lens(self._place.dp_size)
         visible = plan if self._chooses_for_all else mine
         self._experts.move(plan.moves)
         self._apply(visible)
-        result = self._run(visible, mine.rows, lanes, plan.copy_offset)
+        result = self._run(visible, mine.rows, new_lens_across_dp, plan.copy_offset)
         seconds = time.perf_counter() - began - (self._pipeline.waited_s - waited_s)
         self._pipeline.busy_s += seconds
         return None if result is None else result.model_copy(update={"seconds": seconds})
@@ -99,14 +99,14 @@ class Runner:
         """Take every token the last stage has published; else that waits for a plan that needs one."""
         self._note(self._pipeline.receive_tokens(sys.maxsize))
 
-    def _run(self, plan: StepPlan, rows: list[Row], lanes: Lanes, copy_offset: int) -> StepResult | None:
-        """`rows`: those of the lane; `plan`: what is visible to this rank, with the rows whose tokens are chosen here."""
+    def _run(self, plan: StepPlan, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> StepResult | None:
+        """`rows`: those of the DP rank; `plan`: what is visible to this rank, with the rows whose tokens are chosen here."""
         wanted = [row.sequence_id for row in rows if row.sample]
         for row in plan.rows:
             if row.sample:
                 self._sequences[row.sequence_id].sampled_at = plan.step
         self._pipeline.expect(plan.step, wanted)
-        hidden, last = self._forward(rows, lanes, copy_offset)
+        hidden, last = self._forward(rows, new_lens_across_dp, copy_offset)
         if hidden is None:
             return None
         restored = self._restored(rows, hidden)
@@ -188,13 +188,15 @@ class Runner:
                 slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
         return slots
 
-    def _forward(self, rows: list[Row], lanes: Lanes, copy_offset: int) -> tuple[Tensor | None, list[int]]:
+    def _forward(
+        self, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int
+    ) -> tuple[Tensor | None, list[int]]:
         """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another; None
         on the other stages, which send theirs on."""
         if not rows:
-            none = self._decoder.serve(lanes, copy_offset)
+            none = self._decoder.serve(new_lens_across_dp, copy_offset)
             return (none if self._pipeline.is_last else None), []
-        batch = replace(self._batch(rows), lanes=lanes, copy_offset=copy_offset)
+        batch = replace(self._batch(rows), new_lens_across_dp=new_lens_across_dp, copy_offset=copy_offset)
         before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
         hidden: Tensor = self._decoder(batch, before, self._cache)
         if self._pipeline.is_last:
@@ -213,11 +215,11 @@ class Runner:
         return self._context.all_gather(hidden, sizes)[self._tensor(restored_order(counts, cp))]
 
     def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
-        """Of all rows that want a token, lane after lane; `hidden` are those of this rank's lane."""
-        wanted = _by_lane(row for row in rows if row.sample)
+        """Of all rows that want a token, in DP rank order; `hidden` are those of this rank's DP rank."""
+        wanted = _by_dp_rank(row for row in rows if row.sample)
         if not wanted:
             return []
-        counts = [sum(row.lane == lane for row in wanted) for lane in range(self._place.lanes)]
+        counts = [sum(row.dp_rank == dp_rank for row in wanted) for dp_rank in range(self._place.dp_size)]
         held = [self._sequences[row.sequence_id] for row in wanted]
         rows_to_sample = [SampleRow(s.sampling, s.tokens, s.prompt_length) for s in held]
         choices = self._sampler.sample(self._head.logits(hidden, counts), rows_to_sample)
@@ -234,7 +236,7 @@ class Runner:
         ends = accumulate(row.count for row in mine)
         firsts = {row.sequence_id: end - row.count for row, end in zip(mine, ends, strict=True)}
         scored = []
-        for row in _by_lane(rows):
+        for row in _by_dp_rank(rows):
             held = self._sequences[row.sequence_id]
             top, count = held.sampling.prompt_logprobs, _scored(row, held)
             if top is None or count == 0:
@@ -243,7 +245,7 @@ class Runner:
             entries = []
             for part in _parts(count, SCORED_ROWS):
                 own = hidden[:0] if first is None else hidden[first + part.start : first + part.stop]
-                counts = [len(part) if lane == row.lane else 0 for lane in range(self._place.lanes)]
+                counts = [len(part) if dp_rank == row.dp_rank else 0 for dp_rank in range(self._place.dp_size)]
                 targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]
                 entries.extend(self._sampler.score(self._head.logits(own, counts), targets, top))
             if first is not None:
@@ -271,8 +273,8 @@ def _last_rows(counts: list[int]) -> list[int]:
     return [end - 1 for end in accumulate(counts)]
 
 
-def _by_lane(rows: Iterable[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: row.lane)
+def _by_dp_rank(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row.dp_rank)
 
 
 def _parts(total: int, size: int) -> Iterator[range]:

@@ -21,7 +21,7 @@ _GLANCE_S = 0.001
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
-    """Run what `link` brings until it is closed; the output rank of each lane answers. `stepped` is called after every step.
+    """Run what `link` brings until it is closed; the output rank of each DP rank answers. `stepped` is called after every step.
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """

@@ -25,7 +25,7 @@ class ThreadLink:
     """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
 
     def __init__(self, world: int, output_ranks: Sequence[int]) -> None:
-        """`output_ranks`: the world rank of each lane that sends results."""
+        """`output_ranks`: the world rank of each DP rank that sends results."""
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
         self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
         self._joiner = ResultJoiner(output_ranks)

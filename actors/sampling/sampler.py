@@ -3,7 +3,7 @@
     logits ──────────────────────────────────────────────→ logprobs (of the raw logits, over the true vocabulary)
        └→ bias → penalties → min_tokens → temperature → top-k → top-p → min-p → + noise → the largest
 
-The tp group is that of one lane (attn_dp): lanes sample their own rows and need not wait for each other.
+The tp group is that of one DP rank (attn_dp): DP ranks sample their own rows and need not wait for each other.
 No rank gathers logits where less is exact (see `actors.sampling.kinds`), and a step is one all-gather of a few bytes a
 row in the common cases: one more where a row has min-p without top-k or top-p, two more where rows want logprobs.
 """

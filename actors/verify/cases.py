@@ -38,12 +38,12 @@ class Text:
 class CaseBlockPool:
     """The KV blocks a case may use: block j of a sequence lies on owner ``j % owners``, ids count within an owner.
 
-    Each lane has as many of its own; the texts are split over the lanes, in every case on others.
+    Each DP rank has as many of its own; the texts are split over the DP ranks, in every case on others.
     """
 
     block_size: int
     owners: int = 1
-    lanes: int = 1
+    dp_size: int = 1
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -130,8 +130,8 @@ class _Script:
         self._plans: list[StepPlan] = []
         self._ended: list[int] = []
         self._number = number
-        self._free = [[list(range(pool.num_blocks(texts))) for _ in range(pool.owners)] for _ in range(pool.lanes)]
-        for blocks in (blocks for lane in self._free for blocks in lane):
+        self._free = [[list(range(pool.num_blocks(texts))) for _ in range(pool.owners)] for _ in range(pool.dp_size)]
+        for blocks in (blocks for dp_rank in self._free for blocks in dp_rank):
             self.random.shuffle(blocks)
         self._held = self._new_sequences()
 
@@ -168,15 +168,15 @@ class _Script:
         first, self._next_id = self._next_id, self._next_id + len(self.texts)
         return {index: _Held(first + index, text.prompt_length) for index, text in enumerate(self.texts)}
 
-    def _lane(self, index: int) -> int:
-        return (index + self._number) % self.pool.lanes
+    def _dp_rank(self, index: int) -> int:
+        return (index + self._number) % self.pool.dp_size
 
     def _start(self, index: int) -> SequenceStart:
         text, held = self.texts[index], self._held[index]
         prompt = list(text.tokens[: text.prompt_length])
         return SequenceStart(
             sequence_id=held.sequence_id,
-            lane=self._lane(index),
+            dp_rank=self._dp_rank(index),
             tokens=prompt,
             prompt_length=text.prompt_length,
             sampling=self._scoring,
@@ -188,12 +188,12 @@ class _Script:
         append = list(text.tokens[held.known : end])
         had = 0 if held.fresh else len(held.blocks)
         while len(held.blocks) < self.pool.blocks_for(end):
-            held.blocks.append(self._free[self._lane(index)][len(held.blocks) % self.pool.owners].pop())
+            held.blocks.append(self._free[self._dp_rank(index)][len(held.blocks) % self.pool.owners].pop())
         own_choice = append and start == held.known and count == 1 and (index, start - 1) in self._certain
         held.known, held.done = max(held.known, end), end
         return Row(
             sequence_id=held.sequence_id,
-            lane=self._lane(index),
+            dp_rank=self._dp_rank(index),
             start=start,
             count=count,
             append=[] if own_choice else append,

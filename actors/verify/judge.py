@@ -98,7 +98,7 @@ class _Choices:
 
 def _choices(case: Case, reference: Reference, results: Sequence[StepResult], error: float) -> _Choices:
     keys = sampled_keys(case.plans)
-    # Lanes answer in their own order, not in that of the plan.
+    # DP ranks answer in their own order, not in that of the plan.
     found = [{each.sequence_id: each for each in result.sampled} for result in results]
     order = [(step, row.sequence_id) for step, plan in enumerate(case.plans) for row in plan.rows if row.sample]
     sampled = [found[step][sequence] for step, sequence in order if sequence in found[step]]

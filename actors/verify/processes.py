@@ -4,7 +4,7 @@ A pool of workers is started once and lent to one layout after another: importin
 
     pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, and it waits for the next START
          ──PLAN────────────────────→             every rank
-         ←─RESULT──────────────────              the output rank of each lane
+         ←─RESULT──────────────────              the output rank of each DP rank
          ──TAKE──→  ←─RECORDS──────              what the rank recorded, as safetensors
          ←─FAILED text─────────────              any rank that cannot go on
 """

@@ -48,13 +48,13 @@ class Recorder:
         self._heads: list[list[Key]] = []
         self._scored: dict[int, tuple[SamplingParams, int]] = {}
         self._rows: Sequence[Row] = ()
-        self._lane = 0
+        self._dp_rank = 0
         self._is_shared = False
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """The parts, watched. `stepped` is called after each step."""
         decoder = parts.decoder
-        self._lane = mesh.coords_of(parts.config.layout, parts.config.world_rank).attn_dp
+        self._dp_rank = mesh.coords_of(parts.config.layout, parts.config.world_rank).attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
         decoder.register_forward_pre_hook(self._before)
         if parts.own.first_stage:
@@ -71,11 +71,11 @@ class Recorder:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins. Called by the watched runner."""
-        mine = plan.of_lane(self._lane)
+        mine = plan.of_dp_rank(self._dp_rank)
         plan = plan if self._is_shared else mine
         self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
         self._rows = mine.rows
-        self._heads = self._head_calls(sorted(plan.rows, key=lambda row: row.lane))
+        self._heads = self._head_calls(sorted(plan.rows, key=lambda row: row.dp_rank))
         self.steps.append(StepRecord(plan.step))
 
     def _before(self, decoder: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -6,7 +6,7 @@ verification judges routes in float32, where each rank finds its own, and in bfl
     one rank, float32    router: x ──→ scores ──→ choice       noted: x, choice
     ranks, bfloat16      router: x ──→ scores ──→ weights ←── choice of the noted row that is nearest to x
 
-Weights are computed from the rank's own scores. The nearest row is that of the same token, wherever x comes from (a lane, a
+Weights are computed from the rank's own scores. The nearest row is that of the same token, wherever x comes from (a DP rank, a
 chunk, another rank): rounding moves a token by far less than what lies between two of them, and where two are that close it
 is no matter which of them names the choice. So nobody need say on the wire whose tokens they are.
 """

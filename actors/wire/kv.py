@@ -27,14 +27,14 @@ class KVTicket(Message):
     layout: str
     """Of the decode side, as text."""
     page_tokens: int
-    lane: int
+    dp_rank: int
     blocks: list[int]
     """Pages of the sequence there, as `Row.new_blocks` has them."""
     first: int
     tokens: int
     rope_length: int
     readers: list[KVReader]
-    """One for each rank of the lane."""
+    """One for each rank of the DP rank."""
     lease_s: float
     """Seconds from now in which a write may begin. The blocks are given to others some time after them, whatever happens."""
     reply_to: bytes = b""
@@ -45,7 +45,7 @@ class KVExpect(Message):
     """Be ready for positions ``[first, tokens)`` of a sequence in `blocks`, which are its whole table."""
 
     ticket_id: str
-    lane: int
+    dp_rank: int
     blocks: list[int]
     first: int
     tokens: int
@@ -56,7 +56,7 @@ class KVSend(Message):
     whoever is still being written to `grace_s` after that."""
 
     ticket: KVTicket
-    lane: int
+    dp_rank: int
     sequence_id: int
     lease_s: float
     grace_s: float
@@ -65,7 +65,7 @@ class KVSend(Message):
 class KVSave(Message):
     """Put away the blocks at `places` of a sequence, whose tokens have these hashes. `blocks`: its whole table."""
 
-    lane: int
+    dp_rank: int
     places: list[int]
     hashes: list[bytes]
     blocks: list[int]
@@ -75,7 +75,7 @@ class KVFetch(Message):
     """Fill the blocks from place `first` of a sequence on with what tiers have under these hashes, as far as they have it."""
 
     ticket_id: str
-    lane: int
+    dp_rank: int
     first: int
     hashes: list[bytes]
     blocks: list[int]

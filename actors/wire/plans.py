@@ -13,11 +13,11 @@ from actors.wire.requests import SamplingParams
 class SequenceStart(Message):
     """A sequence the ranks do not know yet (new, or back after preemption), whole.
 
-    It stays in its `lane` until it ends or is preempted: its KV is there, and only ranks of that lane know it.
+    It stays in its `dp_rank` until it ends or is preempted: its KV is there, and only ranks of that DP rank know it.
     """
 
     sequence_id: int
-    lane: int = 0
+    dp_rank: int = 0
     tokens: list[int]
     """Prompt and whatever was generated before a preemption."""
     prompt_length: int
@@ -30,8 +30,8 @@ class Row(Message):
     """One sequence's part of a step: run its tokens ``[start, start + count)``."""
 
     sequence_id: int
-    lane: int = 0
-    """That of its start; said again so that a plan tells by itself how many tokens each lane runs."""
+    dp_rank: int = 0
+    """That of its start; said again so that a plan tells by itself how many tokens each DP rank runs."""
     start: int
     """Tokens of the sequence whose KV is in the cache already."""
     count: int
@@ -75,14 +75,14 @@ class StepPlan(Message):
         the same whenever the same rows run."""
         return sum(row.start for row in self.rows)
 
-    def new_lens(self, lanes: int) -> list[list[int]]:
-        """New tokens of each row, lane by lane."""
-        return [[row.count for row in self.rows if row.lane == lane] for lane in range(lanes)]
+    def new_lens(self, dp_size: int) -> list[list[int]]:
+        """New tokens of each row, per DP rank."""
+        return [[row.count for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
-    def of_lane(self, lane: int) -> StepPlan:
-        """What concerns the ranks of one lane. Ended sequences are named to all: names are unique across lanes."""
-        started = [start for start in self.started if start.lane == lane]
-        return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.lane == lane]})
+    def of_dp_rank(self, dp_rank: int) -> StepPlan:
+        """What concerns the ranks of one DP rank. Ended sequences are named to all: names are unique across DP ranks."""
+        started = [start for start in self.started if start.dp_rank == dp_rank]
+        return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.dp_rank == dp_rank]})
 
     @property
     def is_work(self) -> bool:

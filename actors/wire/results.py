@@ -27,7 +27,7 @@ class PromptLogprobs(Message):
 
 
 class StepResult(Message):
-    """What came out of a step, in one lane or in all. `seconds` is the time the (slowest) sampling rank spent on it."""
+    """What came out of a step, on one DP rank or on all. `seconds` is the time the (slowest) sampling rank spent on it."""
 
     step: int
     sampled: list[Sampled] = Field(default_factory=list)

@@ -139,8 +139,8 @@ def _verify(group: PlacementGroup, nodes: Sequence[str]) -> None:
 
 
 def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, assignment: BundleAssignment) -> None:
-    """A layout that must cross a slow link says what that costs: one token for each lane."""
-    step = StepShape.of(settings.layout.attn_dp, 1, dtype=settings.dtype, lanes=settings.layout.attn_dp)
+    """A layout that must cross a slow link says what that costs: one token for each DP rank."""
+    step = StepShape.of(settings.layout.attn_dp, 1, dtype=settings.dtype, dp_size=settings.layout.attn_dp)
     ranks = nodes_of_ranks(settings.layout, assignment)
     for line in crossing_lines(cluster, link_loads(settings.spec, settings.layout, step, cluster, ranks), only_slow=True):
         log.warning("%s", line)

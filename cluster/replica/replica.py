@@ -261,7 +261,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         block_size=BLOCK_TOKENS,
         num_blocks=num_blocks,
         kv_owners=settings.layout.kv_owners,
-        lanes=settings.layout.attn_dp,
+        dp_size=settings.layout.attn_dp,
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_chunk_tokens=_POOL_CHUNK_TOKENS if settings.in_pool else _CHUNK_TOKENS,

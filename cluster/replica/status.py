@@ -97,7 +97,7 @@ def replica_ids(details: dict[str, Any], name: str, deployment: str) -> set[str]
 
 def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list[str]:
     """What replicas made of `settings`, named by their ids, send over slow links of the connected cluster in a decode step of
-    one token for each lane, by where their ranks really are; alike replicas once."""
+    one token for each DP rank, by where their ranks really are; alike replicas once."""
     cluster = discover(settings.device)
     if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
         return []
@@ -108,7 +108,7 @@ def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list
         if report.location.node_id in ids and replica.rpartition("-")[0] in replicas:
             homes.setdefault(replica, {})[report.location.world_rank] = ids.index(report.location.node_id)
     layout = settings.layout
-    step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, lanes=layout.attn_dp)
+    step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, dp_size=layout.attn_dp)
     whole = [[home[rank] for rank in range(layout.world)] for home in homes.values() if len(home) == layout.world]
     loads = [link_loads(settings.spec, layout, step, cluster, ranks) for ranks in whole]
     return list(dict.fromkeys(line for each in loads for line in crossing_lines(cluster, each, only_slow=True)))

@@ -22,7 +22,7 @@ from placement.experts.expert_map import map_of
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
-from placement.ownership.expert_tokens import Lanes
+from placement.ownership.expert_tokens import NewLensAcrossDP
 
 Mode = Literal["sum", "gather", "a2a"]
 
@@ -30,10 +30,14 @@ CALLS_BYTES = 256 * 1024
 """Bytes that take about as long as the calls and the wait that ``a2a`` has more."""
 
 
-def mode(spec: ModelSpec, layout: Layout, lanes: Lanes, element_bytes: int) -> Mode:
-    """The mode of a step whose rows have so many new tokens in each lane. Every rank finds the same in the plan."""
-    adds_up = layout.ep * layout.moe_tp == layout.tp and not any(expert_tokens.num_common(lens, layout.cp) for lens in lanes)
-    if layout.dispatch == "a2a" or (layout.dispatch == "auto" and _saved(spec, layout, lanes, element_bytes, adds_up)):
+def mode(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, element_bytes: int) -> Mode:
+    """The mode of a step whose rows have so many new tokens on each DP rank. Every rank finds the same in the plan."""
+    adds_up = layout.ep * layout.moe_tp == layout.tp and not any(
+        expert_tokens.num_common(lens, layout.cp) for lens in new_lens_across_dp
+    )
+    if layout.dispatch == "a2a" or (
+        layout.dispatch == "auto" and _saved(spec, layout, new_lens_across_dp, element_bytes, adds_up)
+    ):
         return "a2a"
     return "sum" if adds_up else "gather"
 
@@ -54,12 +58,12 @@ def extra_bytes(spec: ModelSpec) -> int:
     return 8 * spec.moe.top_k
 
 
-def _saved(spec: ModelSpec, layout: Layout, lanes: Lanes, element_bytes: int, adds_up: bool) -> bool:
+def _saved(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, element_bytes: int, adds_up: bool) -> bool:
     """Whether ``a2a`` saves enough, in the mean over the ranks."""
     others = layout.ep * layout.moe_tp - 1
     found = chances(spec, layout)
     reached = layout.moe_tp * sum(found) - sum(found) / len(found)
-    tokens = sum(map(sum, lanes)) / layout.stage_ranks
+    tokens = sum(map(sum, new_lens_across_dp)) / layout.stage_ranks
     row = spec.hidden_size * element_bytes
     join = (layout.tp - 1) * row if adds_up else 0
     return tokens * (2 * (others - reached) * row - reached * extra_bytes(spec) - join) > CALLS_BYTES

@@ -11,7 +11,7 @@
              cp  all_gather       those of rows that all cp ranks run       this cp rank's share * b
 
 How many rows go where only the routers know: without their numbers (`Routed`) the expected ones are stated, rounded. The
-ranks of a lane without rows say what concerns the copy, and nothing else; a copy without tokens is silent.
+ranks of a DP rank without rows say what concerns the copy, and nothing else; a copy without tokens is silent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class DispatchedLayers:
-    """One rank in one step (of all lanes): the layers whose tokens are dispatched to experts, and how. `routed`: those of each such
+    """One rank in one step (of all DP ranks): the layers whose tokens are dispatched to experts, and how. `routed`: those of each such
     layer."""
 
     spec: ModelSpec
@@ -56,17 +56,17 @@ class DispatchedLayers:
     def mode(self) -> expert_modes.Mode:
         if self.spec.moe is None:
             return "sum"
-        return expert_modes.mode(self.spec, self.layout, self.lanes, self.step.element_bytes)
+        return expert_modes.mode(self.spec, self.layout, self.new_lens_across_dp, self.step.element_bytes)
 
     @cached_property
-    def lanes(self) -> list[list[int]]:
-        """New tokens of each row, lane by lane."""
+    def new_lens_across_dp(self) -> list[list[int]]:
+        """New tokens of each row, per DP rank."""
         return self.step.new_lens(self.layout.attn_dp)
 
     @property
     def new_lens(self) -> list[int]:
-        """Those of the rank's own lane."""
-        return self.lanes[self.coords.attn_dp]
+        """Those of the rank's own DP rank."""
+        return self.new_lens_across_dp[self.coords.attn_dp]
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +91,7 @@ class DispatchedLayers:
     def own_tokens(self) -> list[int]:
         """Own tokens of each rank of the copy."""
         seen = moe_coords_of(self.layout, world_rank(self.layout, self.coords))
-        return expert_tokens.of_copy(expert_tokens.own_tokens(self.lanes, self.layout), self.layout, seen.moe_dp)
+        return expert_tokens.of_copy(expert_tokens.own_tokens(self.new_lens_across_dp, self.layout), self.layout, seen.moe_dp)
 
     @property
     def num_calls(self) -> int:

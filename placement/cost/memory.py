@@ -9,7 +9,7 @@ token still takes `kv_bytes_per_token` on the rank that holds it, but only one i
 
     cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
 
-Lanes (attn_dp) are further rows of such ranks: each has the blocks of its own requests, as many as its ranks have room for.
+DP ranks (attn_dp) are further rows of such ranks: each has the blocks of its own requests, as many as its ranks have room for.
 
 The budget is what is left for these two: the caller has taken activations and the run-time's own memory off it.
 """

@@ -31,7 +31,7 @@ class RowShape:
     tokens: int
     context: int = 0
     choosing: Choosing | None = GREEDY
-    lane: int = 0
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class StepShape:
         context: int = 0,
         dtype: DType = "bfloat16",
         num_sampled: int | None = None,
-        lanes: int = 1,
+        dp_size: int = 1,
     ) -> StepShape:
-        """`batch` equal rows, split over the lanes, of which the first `num_sampled` (all, unless given) choose a token
+        """`batch` equal rows, split over the DP ranks, of which the first `num_sampled` (all, unless given) choose a token
         greedily."""
         sampled = batch if num_sampled is None else num_sampled
-        rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % lanes) for row in range(batch))
+        rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % dp_size) for row in range(batch))
         return cls(rows, dtype)
 
-    def of_lane(self, lane: int) -> StepShape:
-        """What one lane runs of it."""
-        return replace(self, rows=tuple(row for row in self.rows if row.lane == lane))
+    def of_dp_rank(self, dp_rank: int) -> StepShape:
+        """What one DP rank runs of it."""
+        return replace(self, rows=tuple(row for row in self.rows if row.dp_rank == dp_rank))
 
-    def new_lens(self, lanes: int) -> list[list[int]]:
-        """New tokens of each row, lane by lane."""
-        return [[row.tokens for row in self.rows if row.lane == lane] for lane in range(lanes)]
+    def new_lens(self, dp_size: int) -> list[list[int]]:
+        """New tokens of each row, per DP rank."""
+        return [[row.tokens for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
     @property
     def num_tokens(self) -> int:

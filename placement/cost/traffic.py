@@ -14,7 +14,7 @@ Layers whose tokens are dispatched to experts say something else than a dense on
 Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before
 the next layer that needs all tokens, and what arrives from the stage before needs none.
 
-A group of one rank is silent: regions may name it, and its entries are dropped. Lanes (attn_dp) run their own rows and meet
+A group of one rank is silent: regions may name it, and its entries are dropped. DP ranks (attn_dp) run their own rows and meet
 on the way to experts, and in a head that is split over them: every group of a dense layer lies inside one.
 """
 
@@ -43,7 +43,7 @@ from placement.ownership.shards import head_vocabulary, shard
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank in one step, of which `whole` has the rows of all lanes: all a region needs to know."""
+    """One rank in one step, of which `whole` has the rows of all DP ranks: all a region needs to know."""
 
     spec: ModelSpec
     layout: Layout
@@ -55,8 +55,8 @@ class RankStep:
 
     @cached_property
     def step(self) -> StepShape:
-        """The rows of the rank's lane."""
-        return self.whole.of_lane(self.coords.attn_dp)
+        """The rows of the rank's DP rank."""
+        return self.whole.of_dp_rank(self.coords.attn_dp)
 
     @cached_property
     def dispatched(self) -> DispatchedLayers:
@@ -212,7 +212,7 @@ def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
-    split over all lanes these are of all lanes' rows, which are gathered before: each rank brings its share of its lane's."""
+    split over all DP ranks these are of all DP ranks' rows, which are gathered before: each rank brings its share of its DP rank's."""
     if not rank_step.own.last_stage or rank_step.coords.cp > 0:
         return
     axis, size, step = "tp", rank_step.layout.tp, rank_step.step
@@ -278,7 +278,7 @@ def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[TrafficEn
 
 
 def _heard(region: RegionTraffic, rank_step: RankStep) -> list[TrafficEntry]:
-    """The entries of a region that anybody else hears of. A lane without rows only runs its experts, and its part of
+    """The entries of a region that anybody else hears of. A DP rank without rows only runs its experts, and its part of
     the head, for the others."""
     said = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]
     return said if rank_step.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]

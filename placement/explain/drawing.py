@@ -107,7 +107,7 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
 
 
 def _vocabulary(explained: Explanation, own: Shard) -> Iterator[str]:
-    """The same rows of embedding and head, unless the head is split over all lanes."""
+    """The same rows of embedding and head, unless the head is split over all DP ranks."""
     if is_over_stage(explained.spec, explained.layout):
         yield f"embedding {runs_text(own.vocab)}" if own.first_stage else "no embedding"
         yield f"head {runs_text(own.head_vocab)}" if own.last_stage else "no head"

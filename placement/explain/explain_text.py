@@ -35,10 +35,10 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
     yield f"{name} as {layout}: {_many(layout.world, 'rank')}{copies}"
     if layout.attn_dp > 1:
         ranks = _many(layout.world // layout.attn_dp, "rank")
-        yield f"{layout.attn_dp} lanes of {ranks} each: a request and its KV cache are in one of them; one scheduler for all"
+        yield f"{layout.attn_dp} DP ranks of {ranks} each: a request and its KV cache are in one of them; one scheduler for all"
     if is_over_stage(spec, layout):
         spared = size_text(spared_bytes(spec, layout))
-        yield f"one LM head for all lanes, over {layout.attn_dp * layout.tp} ranks, each of which is spared {spared}"
+        yield f"one LM head for all DP ranks, over {layout.attn_dp * layout.tp} ranks, each of which is spared {spared}"
     if spec.moe is not None and layout.ep > 1:
         yield _experts(spec.moe, layout)
     yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"

@@ -97,7 +97,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
             "batch": len(step.rows),
             "tokens": [row.tokens for row in step.rows],
             "context": [row.context for row in step.rows],
-            "lane": [row.lane for row in step.rows],
+            "dp_rank": [row.dp_rank for row in step.rows],
             "dtype": step.dtype,
         },
         "ranks": [_rank_json(spec, view) for view in explained.ranks],

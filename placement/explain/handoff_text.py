@@ -17,7 +17,7 @@ from placement.ownership.handoff import Copy, Side, handoff, sequence_bytes
 
 @dataclass(frozen=True)
 class HandoffExplanation:
-    """The copies of a prompt of `tokens` tokens from lane 0 of a prefill replica to lane 0 of a decode replica."""
+    """The copies of a prompt of `tokens` tokens from DP rank 0 of a prefill replica to DP rank 0 of a decode replica."""
 
     spec: ModelSpec
     prefill: Layout
@@ -88,9 +88,9 @@ def _head(found: HandoffExplanation, name: str) -> Iterator[str]:
         times = found.moved_bytes / found.prompt_bytes
         moved = f"{size_text(found.moved_bytes)} move ({times:.2f}x)"
         yield f"  {moved}: decode ranks that keep the same each get their own"
-    lanes = [f"{what} {layout.attn_dp}" for what, layout in _sides(found) if layout.attn_dp > 1]
-    if lanes:
-        yield f"  from lane 0 to lane 0 (of lanes: {', '.join(lanes)}); between others the copies are alike"
+    with_dp = [f"{what} {layout.attn_dp}" for what, layout in _sides(found) if layout.attn_dp > 1]
+    if with_dp:
+        yield f"  from DP rank 0 to DP rank 0 (of DP ranks: {', '.join(with_dp)}); between others the copies are alike"
 
 
 def _sides(found: HandoffExplanation) -> tuple[tuple[str, Layout], tuple[str, Layout]]:
@@ -117,7 +117,7 @@ def _ranks(found: HandoffExplanation) -> Iterator[str]:
         moved = found.bytes_by_rank(end)
         most = max(moved, key=lambda rank: moved[rank])
         idle = layout.world // layout.attn_dp - len(moved)
-        without = f"; {idle} of the lane's ranks have nothing to do" if idle else ""
+        without = f"; {idle} of the DP rank's ranks have nothing to do" if idle else ""
         side = "prefill" if end == "source" else "decode"
         mean = found.moved_bytes / len(moved)
         yield f"{side} rank {most} {what} most: {size_text(moved[most])}, {moved[most] / mean:.2f}x the mean{without}"

@@ -51,7 +51,7 @@ class Layout(BaseModel):
     tp_shares: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     cp_style: Literal["ring", "allgather"] = "ring"
     dispatch: Literal["auto", "gather", "a2a"] = "auto"
-    lm_head: Literal["auto", "lane", "stage"] = "auto"
+    lm_head: Literal["auto", "dp_rank", "stage"] = "auto"
 
     @model_validator(mode="after")
     def _moe_tp_is_the_rest(self) -> Self:
@@ -155,7 +155,7 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "stage_layers": (_list_of(_whole_number), "whole numbers of at least 1, one per stage, as in 16/14"),
     "tp_shares": (_list_of(_number), "numbers above 0, one per tp rank, as in 2/1.5"),
     "cp_style": ({style: style for style in ("ring", "allgather")}.get, "ring or allgather"),
-    "lm_head": ({over: over for over in ("auto", "lane", "stage")}.get, "auto, lane or stage"),
+    "lm_head": ({over: over for over in ("auto", "dp_rank", "stage")}.get, "auto, dp_rank or stage"),
     "dispatch": ({mode: mode for mode in ("auto", "gather", "a2a")}.get, "auto, gather or a2a"),
 }
 """How each field is read (None: unreadable), and what it must be. The others are `_SIZE`."""

@@ -11,12 +11,12 @@ Inside a tp group, ``dcp`` consecutive ranks that hold the same KV head share it
     tp group     [0 1 2 3]
     dcp groups   [0 1] [2 3]
 
-The MoE layers see the same ranks of a stage in another grid, ``moe_dp, ep, moe_tp``: which lane or tp group a rank serves in
+The MoE layers see the same ranks of a stage in another grid, ``moe_dp, ep, moe_tp``: which DP rank or tp group a rank serves in
 attention says nothing about its experts. 16 ranks as ``attn_dp=4, tp=4`` with ``ep=16``::
 
                   tp0 tp1 tp2 tp3
-    attn_dp 0       0   1   2   3     world_rank = lane * 4 + tp_rank
-    attn_dp 1       4   5   6   7     <- a lane attends to its own requests; its tp group, a row, splits their tokens before
+    attn_dp 0       0   1   2   3     world_rank = dp_rank * 4 + tp_rank
+    attn_dp 1       4   5   6   7     <- a DP rank attends to its own requests; its tp group, a row, splits their tokens before
     attn_dp 2       8   9  10  11        the experts (reduce-scatter) and joins them after (all-gather)
     attn_dp 3      12  13  14  15
                     one ep group of all 16 (all-to-all): rank r holds 1/16 of the experts
@@ -46,7 +46,7 @@ MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
 """Axes of the grid that the MoE layers see, outermost first."""
 
 HEAD_AXIS = "head"
-"""Joins the tp groups of all lanes, where the head is split over them (`placement.layout.lm_head`)."""
+"""Joins the tp groups of all DP ranks, where the head is split over them (`placement.layout.lm_head`)."""
 
 GROUP_AXES = (*AXES, "dcp")
 """Axes along which the ranks of every model are grouped."""
@@ -121,21 +121,21 @@ def _number(layout: Layout, axes: Sequence[str], coords: Coords | MoECoords) -> 
 
 
 def output_ranks(layout: Layout) -> list[int]:
-    """World rank that sends the results of each lane: its first rank of the last stage.
+    """World rank that sends the results of each DP rank: its first rank of the last stage.
 
     All its tp ranks sample the same tokens; its other cp ranks do not hold the last token of a split prompt.
     """
-    return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=lane, cp=0, tp=0)) for lane in range(layout.attn_dp)]
+    return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=dp_rank, cp=0, tp=0)) for dp_rank in range(layout.attn_dp)]
 
 
-def lane_ranks(layout: Layout, lane: int) -> frozenset[int]:
-    """World ranks of a lane, in all stages."""
-    return frozenset(rank for rank in range(layout.world) if coords_of(layout, rank).attn_dp == lane)
+def dp_rank_members(layout: Layout, dp_rank: int) -> frozenset[int]:
+    """World ranks of a DP rank, in all stages."""
+    return frozenset(rank for rank in range(layout.world) if coords_of(layout, rank).attn_dp == dp_rank)
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:
     """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only; of
-    `HEAD_AXIS`, in their lane and tp rank.
+    `HEAD_AXIS`, by DP rank and tp rank.
 
     Groups are in axis order, and partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
     treating it as one of size 1 would turn a misspelling into missing collectives.
@@ -144,8 +144,8 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
         return [row[start : start + layout.dcp] for row in groups(layout, "tp") for start in range(0, layout.tp, layout.dcp)]
     if axis == HEAD_AXIS:
         rows = [(pp, cp) for pp in range(layout.pp) for cp in range(layout.cp)]
-        ranks = [(lane, tp) for lane in range(layout.attn_dp) for tp in range(layout.tp)]
-        return [[world_rank(layout, Coords(pp, lane, cp, tp)) for lane, tp in ranks] for pp, cp in rows]
+        ranks = [(dp_rank, tp) for dp_rank in range(layout.attn_dp) for tp in range(layout.tp)]
+        return [[world_rank(layout, Coords(pp, dp_rank, cp, tp)) for dp_rank, tp in ranks] for pp, cp in rows]
     if axis == "moe":
         size = layout.ep * layout.moe_tp
         return [list(range(start, start + size)) for start in range(0, layout.world, size)]

@@ -1,7 +1,7 @@
 """What would work instead: the legal layouts nearest to one that is not.
 
 Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with the asked cp or
-halves of it, with the asked lanes (attn_dp) or halves of them, every legal dcp where one was asked for, the nearest legal
+halves of it, with the asked DP ranks (attn_dp) or halves of them, every legal dcp where one was asked for, the nearest legal
 expert axes, and as many of the asked replicas as fit. One is suggested only after it passed every rule, so it can never be
 refused when it is tried.
 """
@@ -30,12 +30,12 @@ def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> l
         groups = devices // tp
         if cluster is not None:
             groups = min(groups, cluster.tp_groups(tp))
-        for cp, lanes in product(_halves(asked.cp), _halves(asked.attn_dp)):
-            for pp in range(1, min(spec.num_layers, groups // (cp * lanes)) + 1):
-                replicas = min(asked.replicas, groups // (pp * cp * lanes))
-                experts = nearest_expert_axes(asked, spec, lanes * cp * tp)
+        for cp, dp_size in product(_halves(asked.cp), _halves(asked.attn_dp)):
+            for pp in range(1, min(spec.num_layers, groups // (cp * dp_size)) + 1):
+                replicas = min(asked.replicas, groups // (pp * cp * dp_size))
+                experts = nearest_expert_axes(asked, spec, dp_size * cp * tp)
                 # sp is kept where it was asked for and still has tokens to split.
-                plain = Layout(replicas=replicas, pp=pp, attn_dp=lanes, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
+                plain = Layout(replicas=replicas, pp=pp, attn_dp=dp_size, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
                 for split in _with_splits(plain, asked, spec):
                     found += _with_context(split, asked, spec)
     return found

@@ -3,7 +3,7 @@
 Only bundles (tp groups) are assigned: a tp group is one bundle, and a bundle never leaves its node. What else talks::
 
     in every layer    cp rings, and the ranks of one copy of the experts        keep inside a fast domain, then on one node
-    once a step       a stage and the next, lanes of one replica                keep inside a fast domain
+    once a step       a stage and the next, DP ranks of one replica             keep inside a fast domain
     never             replicas                                                  keep apart
 
 Stages go to distinct nodes of a domain where there are enough. What comes first is the order of the fields of `Crossings`; the
@@ -37,7 +37,7 @@ class Crossings:
     far_groups: int = 0
     """Groups that talk in every layer, over slow links."""
     far_hops: int = 0
-    """Stage boundaries and lanes over slow links."""
+    """Stage boundaries and DP ranks over slow links."""
     near_groups: int = 0
     """Groups that talk in every layer, over nodes of one fast domain or several."""
     shared_stages: int = 0
@@ -90,7 +90,7 @@ def assign_bundles(
     room = [count // layout.tp for count in slots]
     if sum(room) < layout.world // layout.tp:
         return None
-    return _Search(layout, talkers(layout, spec), lanes(layout), cluster, room, frozenset(others), home).best()
+    return _Search(layout, talkers(layout, spec), dp_groups(layout), cluster, room, frozenset(others), home).best()
 
 
 def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
@@ -114,8 +114,8 @@ def talkers(layout: Layout, spec: ModelSpec) -> Groups:
     return _bundled(layout, axes)
 
 
-def lanes(layout: Layout) -> Groups:
-    """Groups of bundles with a batch lane each, behind one scheduler."""
+def dp_groups(layout: Layout) -> Groups:
+    """Groups of bundles that are DP ranks of one replica."""
     return _bundled(layout, ["attn_dp"])
 
 
@@ -130,7 +130,7 @@ class _Search:
 
     layout: Layout
     groups: Groups
-    lanes: Groups
+    dp_groups: Groups
     cluster: ClusterSpec
     room: list[int]
     others: frozenset[int]
@@ -145,7 +145,7 @@ class _Search:
         paths = [node.path for node in self.cluster.nodes]
         self.regions = [tuple(path[: level + 1] for level in range(len(path))) for path in paths]
         self.groups_of = [[group for group in self.groups if bundle in group] for bundle in range(self.total)]
-        self.lanes_of = [[group for group in self.lanes if bundle in group] for bundle in range(self.total)]
+        self.dp_groups_of = [[group for group in self.dp_groups if bundle in group] for bundle in range(self.total)]
 
     def best(self) -> BundleAssignment | None:
         self._go_on(Crossings())
@@ -183,7 +183,7 @@ class _Search:
         mine = self.assigned[stage * self.per_stage :]
         earlier = self.assigned[: stage * self.per_stage]
         groups = [[self.assigned[other] for other in group if other < bundle] for group in self.groups_of[bundle]]
-        hops = [[self.assigned[other] for other in group if other < bundle] for group in self.lanes_of[bundle]]
+        hops = [[self.assigned[other] for other in group if other < bundle] for group in self.dp_groups_of[bundle]]
         hops += [[self.assigned[before]]] if before >= 0 else []
         return Crossings(
             far_groups=sum(self._new_regions(node, there) for there in groups),

@@ -110,15 +110,15 @@ class Ownership:
 
 @dataclass(frozen=True)
 class ContextRank:
-    """Where a rank stands: in which lane, and among those that share a sequence there (cp, and dcp inside its tp group)."""
+    """Where a rank stands: on which DP rank, and among those that share a sequence there (cp, and dcp inside its tp group)."""
 
     block_size: int
     cp: int = 1
     cp_rank: int = 0
     dcp: int = 1
     dcp_rank: int = 0
-    lane: int = 0
-    lanes: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
 
     @classmethod
     def of(cls, layout: Layout, coords: Coords, block_size: int) -> ContextRank:

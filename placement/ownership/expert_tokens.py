@@ -9,8 +9,8 @@ runs (`placement.ownership.context`) are first split over the cp ranks. A decode
     own tokens, cp 0     p0 p1 p2 p9 | p10 p11 d          tp rank 0 | tp rank 1
                 cp 1     p3 p4 p5    | p6 p7 p8
 
-Lanes (attn_dp) do so each with its own rows; one without rows contributes none. All of it follows from the plan, which names
-the lane of every row, so no rank asks another how many tokens it has.
+DP ranks (attn_dp) do so each with its own rows; one without rows contributes none. All of it follows from the plan, which names
+the DP rank of every row, so no rank asks another how many tokens it has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from placement.layout.layout import Layout
 from placement.layout.partition import partition
 from placement.ownership.context import is_split, spans
 
-Lanes = Sequence[Sequence[int]]
-"""New tokens of each row of a step, lane by lane."""
+NewLensAcrossDP = Sequence[Sequence[int]]
+"""New tokens of each row of a step, per DP rank."""
 
 
 def num_common(new_lens: Sequence[int], cp: int) -> int:
@@ -51,9 +51,9 @@ def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
     ]
 
 
-def own_tokens(lanes: Lanes, layout: Layout) -> list[int]:
+def own_tokens(new_lens_across_dp: NewLensAcrossDP, layout: Layout) -> list[int]:
     """Tokens that each rank of a stage contributes, in rank order."""
-    of_groups = [tokens for new_lens in lanes for tokens in of_tp_groups(new_lens, layout.cp)]
+    of_groups = [tokens for new_lens in new_lens_across_dp for tokens in of_tp_groups(new_lens, layout.cp)]
     return [len(part) for tokens in of_groups for part in partition(tokens, layout.tp)]
 
 

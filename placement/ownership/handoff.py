@@ -36,22 +36,24 @@ from placement.ownership.shards import shard
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the lane of the sequence."""
+    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the DP rank of the sequence."""
 
     layout: Layout
     page_tokens: int = BLOCK_TOKENS
-    lane: int = 0
+    dp_rank: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lane < self.layout.attn_dp:
-            raise ValueError(f"lane {self.lane} is not one of the {self.layout.attn_dp} lanes (attn_dp) of {self.layout}")
+        if not 0 <= self.dp_rank < self.layout.attn_dp:
+            raise ValueError(
+                f"DP rank {self.dp_rank} is not one of the {self.layout.attn_dp} DP ranks (attn_dp) of {self.layout}"
+            )
         if self.page_tokens < 1:
             raise ValueError(f"page_tokens={self.page_tokens}: a page holds at least one token")
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank of a side keeps of every sequence of its lane. `kv_heads` of latents is the one they count as."""
+    """What one rank of a side keeps of every sequence of its DP rank. `kv_heads` of latents is the one they count as."""
 
     world_rank: int
     layers: range
@@ -105,7 +107,7 @@ def sequence_bytes(spec: ModelSpec, tokens: int, dtype: DType) -> int:
 
 
 def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
-    """What each rank of the side's lane keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
+    """What each rank of the side's DP rank keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
     if len(spec.kinds) > 1 or spec.value_dim is not None:
         raise ModelError(
             f"{spec.family}: handing off KV is not built yet for models whose layers have unlike heads, or values of another "
@@ -114,7 +116,7 @@ def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
     found = []
     for rank in range(side.layout.world):
         coords = coords_of(side.layout, rank)
-        if coords.attn_dp == side.lane:
+        if coords.attn_dp == side.dp_rank:
             own, place = shard(spec, side.layout, coords), ContextRank.of(side.layout, coords, side.page_tokens)
             found.append(Holding(rank, own.layers, own.kv_heads, place.ownership()))
     return found

@@ -50,8 +50,8 @@ def serve(
         str | None, typer.Option(help="Directory for KV blocks that outlives the server; several may share it.")
     ] = None,
     disk_cache_bytes: Annotated[str | None, typer.Option(help="Bytes that directory may take; default 16GiB.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, in each lane.")] = 2048,
-    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, in each lane.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, on each DP rank.")] = 2048,
+    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, on each DP rank.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
     rebalance_every: Annotated[
         int | None,

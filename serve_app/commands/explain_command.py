@@ -119,12 +119,12 @@ def _explain_handoff(args: ExplainArgs, pools: list[Layout], spec: ModelSpec, na
     typer.echo(json.dumps(handoff_json(found, name)) if as_json_text else handoff_text(found, name))
 
 
-def _step(args: ExplainArgs, own_dtype: DType, lanes: int) -> StepShape:
+def _step(args: ExplainArgs, own_dtype: DType, dp_size: int) -> StepShape:
     length = args.tokens if args.context is None else args.context
     if length < args.tokens:
         raise LayoutError(f"context {length} is shorter than the {args.tokens} tokens of the step, which it includes")
     dtype = own_dtype if args.dtype == "auto" else args.dtype
-    return StepShape.of(args.batch, args.tokens, length - args.tokens, dtype, lanes=lanes)
+    return StepShape.of(args.batch, args.tokens, length - args.tokens, dtype, dp_size=dp_size)
 
 
 def _refuse(layout: Layout, violations: Sequence[Violation], as_json_text: bool) -> NoReturn:

@@ -4,7 +4,7 @@
     stage 1   ··████████··      bubble = 1 - (busy of stage 0 + busy of stage 1) / (2 * wall)
 
 Stages tell how long they were busy (waiting for another stage is not); the engine knows how long plans were in flight.
-The stages of several lanes (attn_dp) count one by one: a lane that idles leaves a bubble too.
+The stages of several DP ranks (attn_dp) count one by one: a DP rank that idles leaves a bubble too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step while it is being put together, lane by lane."""
+"""A step while it is being put together, per DP rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 
 @dataclass(slots=True)
 class Draft:
-    """One lane's rows so far, and what is left of its token budget."""
+    """One DP rank's rows so far, and what is left of its token budget."""
 
     step: int
     budget: int
-    lane: int = 0
+    dp_rank: int = 0
     owners: int = 1
     """KV owners: a rank knows a block by its place in its own pages (see `actors.engine.kv.blocks`)."""
     started: list[SequenceStart] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Draft:
         self.started.append(
             SequenceStart(
                 sequence_id=sequence_id,
-                lane=self.lane,
+                dp_rank=self.dp_rank,
                 tokens=list(sequence.tokens),
                 prompt_length=sequence.prompt_length,
                 rope_length=sequence.rope_length,
@@ -52,7 +52,7 @@ class Draft:
         self.rows.append(
             Row(
                 sequence_id=sequence.sequence_id,
-                lane=self.lane,
+                dp_rank=self.dp_rank,
                 start=sequence.num_planned,
                 count=count,
                 append=sequence.tokens[sequence.num_tokens_on_ranks :],
@@ -76,7 +76,7 @@ class Draft:
 
 
 def plan_of(drafts: Iterable[Draft], ended: list[int], settled: int) -> StepPlan:
-    """One plan for all lanes, in their order."""
+    """One plan for all DP ranks, in their order."""
     started = [start for draft in drafts for start in draft.started]
     rows = [row for draft in drafts for row in draft.rows]
     return StepPlan(step=next(iter(drafts)).step, settled=settled, ended=ended, started=started, rows=rows)

@@ -1,4 +1,4 @@
-"""How the work of a lane is cut into plans so that all pipeline stages are busy: pure rules, each stated with its reason.
+"""How the work of a DP rank is cut into plans so that all pipeline stages are busy: pure rules, each stated with its reason.
 
 Two stages, decodes in two micro-batches, one plan waiting; a token goes from the last stage to the first past the engine::
 

@@ -37,9 +37,9 @@ class DisaggregationConfig(BaseModel):
     grace_s: Seconds = 5.0
     """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""
 
-    def ranks_of(self, lane: int) -> frozenset[int]:
-        """World ranks of a lane."""
-        return mesh.lane_ranks(self.layout, lane)
+    def ranks_of(self, dp_rank: int) -> frozenset[int]:
+        """World ranks of a DP rank."""
+        return mesh.dp_rank_members(self.layout, dp_rank)
 
 
 class OffloadConfig(BaseModel):
@@ -61,9 +61,9 @@ class OffloadConfig(BaseModel):
         shared = self.tiers.directory_bytes if self.tiers.directory is not None else 0
         return max(self.tiers.host_bytes, shared // self.layout.world) // self.block_bytes
 
-    def ranks_of(self, lane: int) -> frozenset[int]:
-        """World ranks of a lane."""
-        return mesh.lane_ranks(self.layout, lane)
+    def ranks_of(self, dp_rank: int) -> frozenset[int]:
+        """World ranks of a DP rank."""
+        return mesh.dp_rank_members(self.layout, dp_rank)
 
 
 class EngineConfig(BaseModel):
@@ -71,7 +71,7 @@ class EngineConfig(BaseModel):
 
     A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
     so that
-    ``kv_owners * num_blocks`` blocks can be in use at once; in each of `lanes`, which have ranks of their own (attn_dp).
+    ``kv_owners * num_blocks`` blocks can be in use at once; on each of the `dp_size` DP ranks, which have ranks of their own (attn_dp).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,16 +80,16 @@ class EngineConfig(BaseModel):
     """KV blocks of one rank."""
     kv_owners: Positive = 1
     """Ranks that each hold a share of every sequence's blocks."""
-    lanes: Positive = 1
+    dp_size: Positive = 1
     """Sets of ranks that each run sequences of their own."""
     max_model_len: Positive
     """Tokens of a sequence at most, prompt and generated together."""
     block_size: Positive = 16
     """Tokens of one KV block."""
     max_batch_tokens: Positive = 2048
-    """Tokens run in one step at most, in each lane."""
+    """Tokens run in one step at most, on each DP rank."""
     max_sequences: Positive = 64
-    """Sequences running at once, in each lane."""
+    """Sequences running at once, on each DP rank."""
     max_chunk_tokens: Positive = 1024
     """Prompt tokens of one sequence in one step at most."""
     stages: Positive = 1
@@ -132,7 +132,7 @@ class EngineConfig(BaseModel):
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pages of all owners hold together, in one lane."""
+        """Tokens that the pages of all owners hold together, on one DP rank."""
         return self.num_blocks * self.kv_owners * self.block_size
 
     def blocks_for(self, tokens: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from actors.engine.batching.lane import Lane
+from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.sequences.sequence import Sequence
 from actors.wire.kv import KVExpect, KVReader, KVReport, KVTicket
@@ -40,7 +40,7 @@ class DecodeTransfer:
 
     ticket_id: str
     sequence: Sequence
-    lane: int
+    dp_rank: int
     blocks: list[int]
     ranks: frozenset[int]
     """World ranks that get a part of it."""
@@ -93,12 +93,12 @@ class DecodeTransferCounts:
 class DecodeTransfers:
     """All decode-side transfers of one engine. Not thread-safe: the scheduler's thread calls it."""
 
-    def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
+    def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
         self.counts = DecodeTransferCounts()
         self.expects: list[KVExpect] = []
         self.forgets: list[str] = []
         """Both: for the next plan."""
-        self._config, self._lanes = config, lanes
+        self._config, self._dp_ranks = config, dp_ranks
         self._open: dict[str, DecodeTransfer] = {}
 
     def __len__(self) -> int:
@@ -117,26 +117,26 @@ class DecodeTransfers:
         return disaggregation is not None and sequence.reserves and sequence.todo >= disaggregation.least_tokens
 
     def reserve(self, sequence: Sequence, now: float) -> None:
-        """Keep the blocks that `sequence` has just got in its lane for its prompt, and have the ranks be ready for it."""
+        """Keep the blocks that `sequence` has just got on its DP rank for its prompt, and have the ranks be ready for it."""
         disaggregation, request = self._disaggregation, sequence.request
-        lane = self._lanes[sequence.lane]
+        dp_rank = self._dp_ranks[sequence.dp_rank]
         transfer = DecodeTransfer(
             ticket_id=f"{request.request_id}~{sequence.order}",
             sequence=sequence,
-            lane=lane.index,
+            dp_rank=dp_rank.index,
             blocks=list(sequence.blocks),
-            ranks=disaggregation.ranks_of(lane.index),
+            ranks=disaggregation.ranks_of(dp_rank.index),
             first=sequence.num_computed,
             lease_ends_s=now + disaggregation.lease_s,
         )
-        lane.num_reserved += 1
+        dp_rank.num_reserved += 1
         self._open[transfer.ticket_id] = transfer
         self.counts.made += 1
         self.counts.wait_s += now - sequence.arrival_s
         self.expects.append(
             KVExpect(
                 ticket_id=transfer.ticket_id,
-                lane=lane.index,
+                dp_rank=dp_rank.index,
                 blocks=self._pages(transfer),
                 first=transfer.first,
                 tokens=sequence.prompt_length,
@@ -164,17 +164,17 @@ class DecodeTransfers:
                     self._free(transfer)
         return events
 
-    def ready(self, lane: int) -> list[Sequence]:
-        """The sequences of a lane that can run: they leave, with their blocks."""
+    def ready(self, dp_rank: int) -> list[Sequence]:
+        """The sequences of a DP rank that can run: they leave, with their blocks."""
         found = [
             transfer
             for transfer in self
-            if transfer.lane == lane and transfer.is_committed and transfer.has_arrived and transfer.is_live
+            if transfer.dp_rank == dp_rank and transfer.is_committed and transfer.has_arrived and transfer.is_live
         ]
         for transfer in found:
             transfer.advance(DecodeTransferState.DONE)
             del self._open[transfer.ticket_id]
-            self._lanes[lane].num_reserved -= 1
+            self._dp_ranks[dp_rank].num_reserved -= 1
             self.counts.completed += 1
         return [transfer.sequence for transfer in found]
 
@@ -188,7 +188,7 @@ class DecodeTransfers:
 
     def abandon(self, transfer: DecodeTransfer) -> None:
         """Its sequence wants it no longer. The blocks stay until nobody can write to them."""
-        self._lanes[transfer.lane].num_reserved -= 1
+        self._dp_ranks[transfer.dp_rank].num_reserved -= 1
         nobody_knows = transfer.state is DecodeTransferState.ASKED
         transfer.advance(DecodeTransferState.DRAINING)
         if nobody_knows or transfer.has_arrived:
@@ -219,7 +219,7 @@ class DecodeTransfers:
             self.forgets.append(transfer.ticket_id)
         transfer.advance(DecodeTransferState.DONE)
         del self._open[transfer.ticket_id]
-        self._lanes[transfer.lane].pool.free(transfer.blocks)
+        self._dp_ranks[transfer.dp_rank].pool.free(transfer.blocks)
 
     def _pages(self, transfer: DecodeTransfer) -> list[int]:
         return [block // self._config.kv_owners for block in transfer.blocks]
@@ -230,7 +230,7 @@ class DecodeTransfers:
             ticket_id=transfer.ticket_id,
             layout=str(self._disaggregation.layout),
             page_tokens=self._config.block_size,
-            lane=transfer.lane,
+            dp_rank=transfer.dp_rank,
             blocks=self._pages(transfer),
             first=transfer.first,
             tokens=sequence.prompt_length,

@@ -5,7 +5,7 @@ Three books, each with its own states; together they say what the next plan tell
 
 from __future__ import annotations
 
-from actors.engine.batching.lane import Lane
+from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import HandoffStats
 from actors.engine.disaggregation.decode_transfers import DecodeTransfers
@@ -16,10 +16,10 @@ from actors.engine.disaggregation.prefill_transfers import PrefillTransfers
 class Handoffs:
     """The books. The scheduler writes in each of them directly."""
 
-    def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
-        self.decode_transfers = DecodeTransfers(config, lanes)
-        self.prefill_transfers = PrefillTransfers(config, lanes)
-        self.offload = KVOffloadManager(config, lanes)
+    def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
+        self.decode_transfers = DecodeTransfers(config, dp_ranks)
+        self.prefill_transfers = PrefillTransfers(config, dp_ranks)
+        self.offload = KVOffloadManager(config, dp_ranks)
 
     def __bool__(self) -> bool:
         """Whether anything is under way: something may have to be done though nothing is in flight."""

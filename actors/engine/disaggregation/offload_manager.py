@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from actors.engine.batching.lane import Lane
+from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.kv.prefix import BlockHash
 from actors.engine.sequences.sequence import Sequence
@@ -31,7 +31,7 @@ class _Fetch:
     """`blocks`: the whole table; None for `sequence`: it wants them no longer."""
 
     sequence: Sequence | None
-    lane: int
+    dp_rank: int
     blocks: list[int]
     hashes: list[BlockHash]
     waiting_for: set[int]
@@ -71,12 +71,12 @@ class _Believed:
 class KVOffloadManager:
     """Not thread-safe: the scheduler's thread calls it. Without tiers it never has anything to do."""
 
-    def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
+    def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
         self.counts = OffloadCounts()
         self.saves: list[KVSave] = []
         self.fetches: list[KVFetch] = []
         """Both: for the next plan."""
-        self._config, self._lanes, self._offload = config, lanes, config.offload
+        self._config, self._dp_ranks, self._offload = config, dp_ranks, config.offload
         self._under_way: dict[str, _Fetch] = {}
         self.is_stuck = False
         """Whether a rank was late at the last look, and still is."""
@@ -109,7 +109,9 @@ class KVOffloadManager:
                 self._believed.add(block)
                 self._doubted.discard(block)
             self.counts.saved_blocks += len(fresh)
-            self.saves.append(KVSave(lane=sequence.lane, places=fresh, hashes=hashes, blocks=self._pages(sequence.blocks)))
+            self.saves.append(
+                KVSave(dp_rank=sequence.dp_rank, places=fresh, hashes=hashes, blocks=self._pages(sequence.blocks))
+            )
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
         """Blocks behind those found on the device that a tier is believed to have. Never the last token's."""
@@ -126,12 +128,14 @@ class KVOffloadManager:
         assert self._offload is not None
         ticket_id, first = f"{sequence.request.request_id}~{sequence.order}~{sequence.preemptions}", sequence.num_registered
         hashes = sequence.chain.hashes[first : first + count]
-        ranks, ends_s = set(self._offload.ranks_of(sequence.lane)), now + self._offload.fetch_timeout_s
-        self._under_way[ticket_id] = _Fetch(sequence, sequence.lane, list(sequence.blocks), hashes, ranks, count, ends_s)
-        self._lanes[sequence.lane].num_reserved += 1
+        ranks, ends_s = set(self._offload.ranks_of(sequence.dp_rank)), now + self._offload.fetch_timeout_s
+        self._under_way[ticket_id] = _Fetch(sequence, sequence.dp_rank, list(sequence.blocks), hashes, ranks, count, ends_s)
+        self._dp_ranks[sequence.dp_rank].num_reserved += 1
         self.counts.asked_tokens += count * self._config.block_size
         self.fetches.append(
-            KVFetch(ticket_id=ticket_id, lane=sequence.lane, first=first, hashes=hashes, blocks=self._pages(sequence.blocks))
+            KVFetch(
+                ticket_id=ticket_id, dp_rank=sequence.dp_rank, first=first, hashes=hashes, blocks=self._pages(sequence.blocks)
+            )
         )
 
     def on_report(self, report: KVReport) -> None:
@@ -146,14 +150,14 @@ class KVOffloadManager:
                     self._give_back(ticket_id)
         self.counts.hits.update(report.tier_hits)
 
-    def ready(self, lane: int) -> list[Sequence]:
-        """The sequences of a lane whose blocks are filled: they leave, with what was found counted as computed."""
-        done = {name: fetch for name, fetch in self._under_way.items() if fetch.lane == lane and not fetch.waiting_for}
+    def ready(self, dp_rank: int) -> list[Sequence]:
+        """The sequences of a DP rank whose blocks are filled: they leave, with what was found counted as computed."""
+        done = {name: fetch for name, fetch in self._under_way.items() if fetch.dp_rank == dp_rank and not fetch.waiting_for}
         sequences = []
         for name, fetch in done.items():
             del self._under_way[name]
             if fetch.sequence is not None:
-                self._lanes[lane].num_reserved -= 1
+                self._dp_ranks[dp_rank].num_reserved -= 1
                 tokens = fetch.found * self._config.block_size
                 self.counts.found_tokens += tokens
                 fetch.sequence.num_computed += tokens
@@ -170,7 +174,7 @@ class KVOffloadManager:
             return False
         fetch = self._under_way[name]
         fetch.sequence = None
-        self._lanes[fetch.lane].num_reserved -= 1
+        self._dp_ranks[fetch.dp_rank].num_reserved -= 1
         if not fetch.waiting_for:
             self._give_back(name)
         return True
@@ -188,7 +192,7 @@ class KVOffloadManager:
 
     def _give_back(self, ticket_id: str) -> None:
         fetch = self._under_way.pop(ticket_id)
-        self._lanes[fetch.lane].pool.free(fetch.blocks)
+        self._dp_ranks[fetch.dp_rank].pool.free(fetch.blocks)
 
     def _doubt(self, hashes: list[BlockHash]) -> None:
         """They were not there, or not whole: put away again when they are computed."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from actors.engine.batching.lane import Lane
+from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.engine.sequences.sequence import Sequence
 from actors.wire.kv import KVReport, KVSend, KVSent, KVTicket
@@ -40,7 +40,7 @@ class PrefillTransfer:
 
     ticket_id: str
     sequence: Sequence
-    lane: int
+    dp_rank: int
     blocks: list[int]
     waiting_for: set[int]
     last: TokenEvent
@@ -74,12 +74,12 @@ class PrefillTransferCounts:
 class PrefillTransfers:
     """All prefill-side transfers of one engine. Not thread-safe: the scheduler's thread calls it."""
 
-    def __init__(self, config: EngineConfig, lanes: list[Lane]) -> None:
+    def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
         self.counts = PrefillTransferCounts()
         self.sends: list[KVSend] = []
         self.forgets: list[str] = []
         """Both: for the next plan."""
-        self._config, self._lanes = config, lanes
+        self._config, self._dp_ranks = config, dp_ranks
         self._open: dict[str, PrefillTransfer] = {}
         self._heartbeat_due_s = -math.inf
         self._last_result_s = -math.inf
@@ -113,7 +113,7 @@ class PrefillTransfers:
         lease_s = max(0.0, sequence.arrival_s + ticket.lease_s - now)
         send = KVSend(
             ticket=ticket,
-            lane=sequence.lane,
+            dp_rank=sequence.dp_rank,
             sequence_id=sequence.sequence_id,
             lease_s=lease_s,
             grace_s=self._disaggregation.grace_s / 2,  # well before the decode side takes its blocks back
@@ -122,9 +122,9 @@ class PrefillTransfers:
         self._open[ticket.ticket_id] = PrefillTransfer(
             ticket_id=ticket.ticket_id,
             sequence=sequence,
-            lane=sequence.lane,
+            dp_rank=sequence.dp_rank,
             blocks=list(sequence.blocks),
-            waiting_for=set(self._disaggregation.ranks_of(sequence.lane)),
+            waiting_for=set(self._disaggregation.ranks_of(sequence.dp_rank)),
             last=TokenEvent(request_id=ticket.ticket_id, finish="handoff"),
         )
 
@@ -169,7 +169,7 @@ class PrefillTransfers:
         self.counts.failed += transfer.state is PrefillTransferState.STOPPING
         transfer.advance(PrefillTransferState.DONE)
         del self._open[transfer.ticket_id]
-        self._lanes[transfer.lane].pool.free(transfer.blocks)
+        self._dp_ranks[transfer.dp_rank].pool.free(transfer.blocks)
         return transfer.last
 
     def _count(self, sent: KVSent) -> None:

@@ -1,4 +1,4 @@
-"""The KV blocks of one lane of an engine: who holds which, and which can be found again.
+"""The KV blocks of one DP rank of an engine: who holds which, and which can be found again.
 
           allocate                       free (last reference)
     blank ────────→ in use (refs > 0) ──────────────────────→ cached, if registered  (least recent first)

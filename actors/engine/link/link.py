@@ -34,10 +34,10 @@ class PlanLink(Protocol):
         """The next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` when the engine said goodbye."""
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the output rank of each lane only)."""
+        """Answer a plan (the output rank of each DP rank only)."""
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Tell how long this rank's stage has been busy so far (one rank a stage; the stages of lane after lane)."""
+        """Tell how long this rank's stage has been busy so far (one rank a stage; the stages in DP rank order)."""
 
     def send_experts(self, report: ExpertReport) -> None:
         """Tell what this rank's experts did, where a plan asked for it."""
@@ -74,7 +74,7 @@ class RankLink(Protocol):
         """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""
 
     def receive(self, timeout_s: float) -> StepResult:
-        """The next result, that of all lanes. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are lost."""
+        """The next result, that of all DP ranks. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are lost."""
 
     def close(self) -> None:
         """Say goodbye to the ranks and release the socket. Calling twice is harmless."""

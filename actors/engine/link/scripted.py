@@ -1,8 +1,8 @@
 """Stand-in ranks in this process, for tests of whatever sits on an engine: no torch, no model, exact answers.
 
 The "model" is a hash of the whole history, so a wrong token, position, block or cache hit changes everything after it. It
-keeps its KV in blocks as the ranks would (all lanes and KV owners in one): the state after each token is written to its slot,
-and every row first reads its whole context back through its block table, in its lane. A plan that a real rank could not run
+keeps its KV in blocks as the ranks would (all DP ranks and KV owners in one): the state after each token is written to its slot,
+and every row first reads its whole context back through its block table, on its DP rank. A plan that a real rank could not run
 raises `ScriptError`.
 """
 
@@ -70,22 +70,22 @@ class _Known:
     tokens: list[int]
     prompt_length: int
     sampling: SamplingParams
-    lane: int
+    dp_rank: int
     blocks: list[int] = field(default_factory=list)
     sampled: int | None = None
     """The token sampled last, until it is added."""
 
 
 class ScriptedRank:
-    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks in each of `lanes`."""
+    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks of each of `dp_size` DP ranks."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1, lanes: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1, dp_size: int = 1) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.owners, self.lanes = owners, lanes
+        self.owners, self.dp_size = owners, dp_size
         self.sequences: dict[int, _Known] = {}
         self.plans: list[StepPlan] = []
         self._slots: dict[tuple[int, int, int], int] = {}
-        """State of the model by (lane, owner, slot), the stand-in for K and V."""
+        """State of the model by (DP rank, owner, slot), the stand-in for K and V."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """The result of the next plan."""
@@ -113,14 +113,14 @@ class ScriptedRank:
     def _start(self, start: SequenceStart) -> None:
         if start.sequence_id in self.sequences:
             raise ScriptError(f"sequence {start.sequence_id} starts twice")
-        if not 0 <= start.lane < self.lanes:
-            raise ScriptError(f"sequence {start.sequence_id} starts in lane {start.lane} of {self.lanes}")
-        self.sequences[start.sequence_id] = _Known(list(start.tokens), start.prompt_length, start.sampling, start.lane)
+        if not 0 <= start.dp_rank < self.dp_size:
+            raise ScriptError(f"sequence {start.sequence_id} starts on DP rank {start.dp_rank} of {self.dp_size}")
+        self.sequences[start.sequence_id] = _Known(list(start.tokens), start.prompt_length, start.sampling, start.dp_rank)
 
     def _run_row(self, row: Row, scored: list[PromptLogprobs]) -> int:
         known = self.sequences[row.sequence_id]
-        if row.lane != known.lane:
-            raise ScriptError(f"row {row} of a sequence in lane {known.lane}")
+        if row.dp_rank != known.dp_rank:
+            raise ScriptError(f"row {row} of a sequence on DP rank {known.dp_rank}")
         known.tokens += row.append
         if row.append_sampled:
             if known.sampled is None:
@@ -157,7 +157,7 @@ class ScriptedRank:
         block = known.blocks[place]
         if not 0 <= block < self.num_blocks:
             raise ScriptError(f"block {block} of {self.num_blocks}")
-        return known.lane, place % self.owners, block * self.block_size + position % self.block_size
+        return known.dp_rank, place % self.owners, block * self.block_size + position % self.block_size
 
 
 class ScriptedLink:
@@ -170,10 +170,10 @@ class ScriptedLink:
         vocab_size: int = 1000,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
         owners: int = 1,
-        lanes: int = 1,
+        dp_size: int = 1,
     ) -> None:
         """`before_step` runs in place of the model's work: it may wait (a slow step) or raise a `LinkError` (a lost rank)."""
-        self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners, lanes)
+        self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners, dp_size)
         self.is_closed = False
         self.busy_s: dict[int, float] = {}
         self.reports: deque[ExpertReport] = deque()

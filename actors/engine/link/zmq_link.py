@@ -3,8 +3,8 @@
     engine: ROUTER, bound                                  rank: DEALER, connected
       ←─ HELLO  {world_rank, token}      every rank, once, before the first plan
       ─→ PLAN   StepPlan                 every rank, packed once
-      ←─ RESULT StepResult               from the output rank of each lane
-      ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each lane), after each step
+      ←─ RESULT StepResult               from the output rank of each DP rank
+      ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each DP rank), after each step
       ←─ EXPERTS ExpertReport            from ranks with experts, where a plan asks for it
       ←─ KV      KVReport                from ranks of a pool, whenever a hand-off has come further
       ←─ FAILED text                     from any rank that cannot go on
@@ -77,7 +77,7 @@ class ZmqEngineLink:
     """The engine's end. Binds on construction; `address` is where the ranks connect."""
 
     def __init__(self, world: int, output_ranks: Sequence[int], token: str, bind: str = "tcp://127.0.0.1:*") -> None:
-        """`output_ranks`: the world rank of each lane that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
+        """`output_ranks`: the world rank of each DP rank that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
         ``ipc://PATH``."""
         self.world = world
         self._joiner = ResultJoiner(output_ranks)
@@ -197,7 +197,7 @@ class ZmqRankLink:
         return _unpack(StepPlan, frames[1], "plan")
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the output rank of each lane only)."""
+        """Answer a plan (the output rank of each DP rank only)."""
         self._send(RESULT, result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:

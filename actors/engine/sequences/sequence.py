@@ -44,7 +44,7 @@ class Sequence:
     state: State = State.WAITING
     sequence_id: int = NOT_ON_RANKS
     """The ranks' name for it; a new one after every preemption."""
-    lane: int = 0
+    dp_rank: int = 0
     """Where it runs; chosen anew after every preemption."""
     num_planned: int = 0
     num_computed: int = 0

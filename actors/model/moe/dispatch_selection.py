@@ -25,20 +25,20 @@ from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
-from placement.ownership.expert_tokens import Lanes
+from placement.ownership.expert_tokens import NewLensAcrossDP
 
 
 class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
-    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
-        """The one of a step whose rows have so many new tokens in each lane; `copy_offset` is that of its first token."""
+    def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
+        """The one of a step whose rows have so many new tokens on each DP rank; `copy_offset` is that of its first token."""
 
 
 class OnlySums:
     """For models without experts, and ranks that all hold all tokens."""
 
-    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
+    def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
         return SumExchange(copy_offset)
 
 
@@ -58,16 +58,16 @@ class ExchangesByRule:
         assert spec.moe is not None
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
-        self._lane = mesh.coords_of(layout, world_rank).attn_dp
+        self._dp_rank = mesh.coords_of(layout, world_rank).attn_dp
         self._copy = mesh.moe_coords_of(layout, world_rank).moe_dp
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
-    def of(self, lanes: Lanes, copy_offset: int) -> Exchange:
-        mode = expert_modes.mode(self._spec, self._layout, lanes, self._element_bytes)
+    def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
+        mode = expert_modes.mode(self._spec, self._layout, new_lens_across_dp, self._element_bytes)
         if mode == "sum":
             return SumExchange(copy_offset)
-        own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(lanes, self._layout), self._layout, self._copy)
-        return DispatchExchange(self._own(lanes[self._lane]), self._dispatcher(mode, own_tokens, copy_offset))
+        own_tokens = expert_tokens.of_copy(expert_tokens.own_tokens(new_lens_across_dp, self._layout), self._layout, self._copy)
+        return DispatchExchange(self._own(new_lens_across_dp[self._dp_rank]), self._dispatcher(mode, own_tokens, copy_offset))
 
     def _dispatcher(self, mode: Mode, own_tokens: Sequence[int], copy_offset: int) -> TokenDispatcher:
         if not any(own_tokens):

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from placement.ownership.expert_tokens import Lanes
+from placement.ownership.expert_tokens import NewLensAcrossDP
 
 _Value = TypeVar("_Value")
 
@@ -47,16 +47,16 @@ class Batch:
     """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
     new_lens: list[int] = field(default_factory=list)
     """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
-    lanes: Lanes = field(default_factory=list)
-    """`new_lens` of every lane (attn_dp), of which this batch is one; not given: there is no other."""
+    new_lens_across_dp: NewLensAcrossDP = field(default_factory=list)
+    """`new_lens` of every DP rank (attn_dp), of which this batch is one; not given: there is no other."""
     copy_offset: int = 0
     """Where the step's first token begins in the round robin over an expert's copies."""
 
     def __post_init__(self) -> None:
         if not self.new_lens:
             object.__setattr__(self, "new_lens", self.query_lens)
-        if not self.lanes:
-            object.__setattr__(self, "lanes", [self.new_lens])
+        if not self.new_lens_across_dp:
+            object.__setattr__(self, "new_lens_across_dp", [self.new_lens])
 
     @property
     def num_tokens(self) -> int:

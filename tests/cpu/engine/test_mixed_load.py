@@ -61,7 +61,7 @@ def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None
     model = tiny("llama3")
     work = requests(60 if "=" in layout else 120, seed=3)
     aborted = {request.request_id for request in random.Random(4).sample(work, 12)}
-    owners, lanes = Layout.parse(layout).kv_owners, Layout.parse(layout).attn_dp
+    owners, dp_size = Layout.parse(layout).kv_owners, Layout.parse(layout).attn_dp
     sizes = {"num_blocks": CRAMPED.num_blocks // owners, "kv_owners": owners}
     config = CRAMPED.model_copy(update={"plans_in_flight": depth, "micro_batch_rows": 2, "micro_batch_tokens": 24, **sizes})
     with in_process(model, layout, config) as replica:
@@ -74,7 +74,7 @@ def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None
     assert stats.preemptions > 0
     assert stats.cache_hit_tokens > 0
     assert (stats.tokens_discarded > 0) == (depth != 1), "what is sampled past a stop is dropped, and only ahead of results"
-    assert (stats.running, stats.waiting, stats.free_blocks + stats.cached_blocks) == (0, 0, lanes * CRAMPED.num_blocks)
+    assert (stats.running, stats.waiting, stats.free_blocks + stats.cached_blocks) == (0, 0, dp_size * CRAMPED.num_blocks)
     assert {name for name, event in together.items() if event.finish == "abort"} <= aborted
     with in_process(model, "", ROOMY) as alone:
         for request in work:

@@ -92,18 +92,18 @@ def run(layout: Layout, made: Sequence[ExpertMove]) -> tuple[list[Tensor], Count
     return scores, ran
 
 
-def plan(step: int, parts: Sequence[Part], lanes: int, vocab: int) -> StepPlan:
+def plan(step: int, parts: Sequence[Part], dp_size: int, vocab: int) -> StepPlan:
     sampling = SamplingParams(prompt_logprobs=vocab)
     started = [
         SequenceStart(
-            sequence_id=index, lane=index % lanes, tokens=prompt(index), prompt_length=LENGTHS[index], sampling=sampling
+            sequence_id=index, dp_rank=index % dp_size, tokens=prompt(index), prompt_length=LENGTHS[index], sampling=sampling
         )
         for index, start, _ in parts
         if start == 0
     ]
     blocks = {index: list(range(8 * index, 8 * index + 8)) for index, start, _ in parts if start == 0}
     rows = [
-        Row(sequence_id=index, lane=index % lanes, start=start, count=count, new_blocks=blocks.get(index, []))
+        Row(sequence_id=index, dp_rank=index % dp_size, start=start, count=count, new_blocks=blocks.get(index, []))
         for index, start, count in parts
     ]
     return StepPlan(step=step, started=started, rows=rows)

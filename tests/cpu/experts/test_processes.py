@@ -52,7 +52,7 @@ def test_a_layout_of_processes_is_rounding(workers: Workers, family: str, layout
 
 
 @pytest.mark.parametrize("dispatch", ["gather", "a2a"])
-def test_sixteen_ranks_as_four_lanes_of_four_are_rounding(workers: Workers, dispatch: str) -> None:
+def test_sixteen_ranks_as_four_dp_ranks_of_four_are_rounding(workers: Workers, dispatch: str) -> None:
     check(workers, tiny("qwen3_moe", num_experts=20), f"attn_dp=4,tp=4,ep=16,dispatch={dispatch}")
 
 

@@ -86,25 +86,25 @@ def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, mon
     monkeypatch.setattr(AllToAllDispatcher, "counts", noted)
     model, layout = tiny(family), Layout.parse(f"{text},dispatch={dispatch}")
     assert check(layout, model.spec) == []
-    plans, shapes = in_lanes(layout.attn_dp)
+    plans, shapes = in_dp_ranks(layout.attn_dp)
     found = counted(model, layout, plans)
     assert bool(routed) == (dispatch == "a2a")
     assert found == [expected(model, layout, rank, shapes, routed[f"rank {rank} of {layout}"]) for rank in range(layout.world)]
 
 
-def in_lanes(lanes: int) -> tuple[list[StepPlan], list[tuple[RowShape, ...]]]:
-    """The plans with their sequences split over lanes, some of which are idle then in some steps; and what they are to run."""
+def in_dp_ranks(dp_size: int) -> tuple[list[StepPlan], list[tuple[RowShape, ...]]]:
+    """The plans with their sequences split over DP ranks, some of which are idle then in some steps; and what they are to run."""
     plans = [
         plan.model_copy(
             update={
-                "started": [begin.model_copy(update={"lane": begin.sequence_id % lanes}) for begin in plan.started],
-                "rows": [row.model_copy(update={"lane": row.sequence_id % lanes}) for row in plan.rows],
+                "started": [begin.model_copy(update={"dp_rank": begin.sequence_id % dp_size}) for begin in plan.started],
+                "rows": [row.model_copy(update={"dp_rank": row.sequence_id % dp_size}) for row in plan.rows],
             }
         )
         for plan in PLANS
     ]
     shapes = [
-        tuple(replace(shape, lane=row.lane) for shape, row in zip(rows, plan.rows, strict=True))
+        tuple(replace(shape, dp_rank=row.dp_rank) for shape, row in zip(rows, plan.rows, strict=True))
         for rows, plan in zip(STEPS, plans, strict=True)
     ]
     return plans, shapes

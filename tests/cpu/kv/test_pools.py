@@ -154,7 +154,7 @@ def test_prompt_logprobs_come_from_the_prefill_side() -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), [("tp=2,ep=2", "attn_dp=2,ep=2"), ("attn_dp=2,ep=2", "pp=2")])
 def test_a_model_with_experts(prefill: str, decode: str) -> None:
-    """Plans without rows, which only say what to expect, run past experts of all lanes."""
+    """Plans without rows, which only say what to expect, run past experts of all DP ranks."""
     with in_process(tiny("mixtral"), "", config(16)) as replica:
         expected = [replica.run(greedy(length)).tokens for length in LENGTHS]
     with pools(tiny("mixtral"), prefill, decode, config(16), config(16)) as both:

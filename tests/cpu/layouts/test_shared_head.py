@@ -1,4 +1,4 @@
-"""One LM head for all lanes: it gives what one rank gives, whoever's rows they are."""
+"""One LM head for all DP ranks: it gives what one rank gives, whoever's rows they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from actors.rank.assembly import Parts
 from actors.rank.head import StageHead
 from actors.wire.requests import GenerateRequest, SamplingParams
-from tests.cpu.layouts.test_idle_lanes import CONFIG
+from tests.cpu.layouts.test_idle_dp_ranks import CONFIG
 from tests.inprocess import in_process
 from tests.tiny_models import tiny
 from tests.verifying import verify
@@ -33,7 +33,7 @@ def test_a_shared_head_is_rounding(family: str, layout: str) -> None:
     assert verify(tiny(family, tied=family == "gemma2"), layout).verdict == "rounding"
 
 
-def test_a_head_that_mixes_up_lanes_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_mixes_up_dp_ranks_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     right = StageHead.logits
 
     def mixed_up(self: StageHead, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -44,7 +44,7 @@ def test_a_head_that_mixes_up_lanes_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_with_wrong_rows_of_the_head_is_a_fault() -> None:
-    """They are wrong for the rows of all lanes."""
+    """They are wrong for the rows of all DP ranks."""
 
     def tamper(parts: Parts) -> Parts:
         if parts.config.world_rank == 1:
@@ -57,7 +57,7 @@ def test_a_rank_with_wrong_rows_of_the_head_is_a_fault() -> None:
 
 @pytest.mark.parametrize("layout", ["attn_dp=2,tp=2,ep=4,lm_head=stage", "attn_dp=3,pp=2,ep=3,lm_head=stage"])
 def test_every_way_of_choosing_is_that_of_one_rank(layout: str) -> None:
-    """Seeds, penalties of tokens that only another lane has seen, filters, log-probabilities of prompts and tokens."""
+    """Seeds, penalties of tokens that only another DP rank has seen, filters, log-probabilities of prompts and tokens."""
     kinds = [
         SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
         SamplingParams(seed=1, frequency_penalty=1.5, presence_penalty=0.5),

@@ -144,23 +144,23 @@ def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch
         StepShape((RowShape(1, 10), RowShape(7, 17)), "float32", block_size=4),
         StepShape.of(1, 2, dtype="float32", num_sampled=0),
     ]
-    plans = [in_lanes(plan, layout.attn_dp) for plan in plans]
-    steps = [with_lanes(step, plan) for step, plan in zip(steps, plans, strict=True)]
+    plans = [in_dp_ranks(plan, layout.attn_dp) for plan in plans]
+    steps = [with_dp_ranks(step, plan) for step, plan in zip(steps, plans, strict=True)]
     assert counted(model, layout, plans) == expected(model, layout, steps)
 
 
-def in_lanes(plan: StepPlan, lanes: int) -> StepPlan:
-    """The plan with its sequences split over the lanes."""
+def in_dp_ranks(plan: StepPlan, dp_size: int) -> StepPlan:
+    """The plan with its sequences split over the DP ranks."""
     parts = {
-        name: [part.model_copy(update={"lane": part.sequence_id % lanes}) for part in getattr(plan, name)]
+        name: [part.model_copy(update={"dp_rank": part.sequence_id % dp_size}) for part in getattr(plan, name)]
         for name in ("started", "rows")
     }
     return plan.model_copy(update=parts)
 
 
-def with_lanes(step: StepShape, plan: StepPlan) -> StepShape:
+def with_dp_ranks(step: StepShape, plan: StepPlan) -> StepShape:
     rows = zip(step.rows, plan.rows, strict=True)
-    return replace(step, rows=tuple(replace(shape, lane=row.lane) for shape, row in rows))
+    return replace(step, rows=tuple(replace(shape, dp_rank=row.dp_rank) for shape, row in rows))
 
 
 @pytest.mark.parametrize("layout_text", ["cp=2", "cp=2,cp_style=allgather", "cp=2,tp=3,dcp=3", "tp=5,dcp=5"], indirect=True)

@@ -55,7 +55,7 @@ def test_a_plan_reaches_every_rank_and_the_output_rank_answers(closing: Close, t
     assert engine.receive(WAIT_S) == RESULT
 
 
-def test_a_step_has_come_when_every_lane_has_answered_it(closing: Close) -> None:
+def test_a_step_has_come_when_every_dp_rank_has_answered_it(closing: Close) -> None:
     engine = ZmqEngineLink(4, [0, 2], "token")
     ranks = [ZmqRankLink(engine.address, rank, "token") for rank in range(4)]
     closing(engine, *ranks)
@@ -71,7 +71,7 @@ def test_a_step_has_come_when_every_lane_has_answered_it(closing: Close) -> None
     assert engine.receive(WAIT_S) == StepResult(step=1, sampled=tokens[:2], seconds=0.1)
     ranks[0].send_result(StepResult(step=2))
     ranks[2].send_result(StepResult(step=3))
-    with pytest.raises(LinkError, match="the lanes answer different steps: rank 0 step 2, rank 2 step 3"):
+    with pytest.raises(LinkError, match="the DP ranks answer different steps: rank 0 step 2, rank 2 step 3"):
         engine.receive(WAIT_S)
 
 

@@ -88,7 +88,7 @@ def test_a_token_past_a_stop_is_dropped_and_its_block_comes_back() -> None:
     assert len(past.rows[0].new_blocks) == 1
     [event] = bench.back()
     assert (event.tokens, event.finish) == ([stop], "stop")
-    assert bench.scheduler.lanes[0].pool.num_available == 200
+    assert bench.scheduler.dp_ranks[0].pool.num_available == 200
     assert bench.back() == []
     assert bench.scheduler.counts.tokens_discarded == 1
     assert bench.scheduler.counts.tokens_sampled == 2

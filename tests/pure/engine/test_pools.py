@@ -80,7 +80,7 @@ class Side:
 
     @property
     def held(self) -> int:
-        return sum(lane.pool.num_held for lane in self.scheduler.lanes)
+        return sum(dp_rank.pool.num_held for dp_rank in self.scheduler.dp_ranks)
 
     def opened(self) -> KVTicket:
         """Take a request up to its ticket."""
@@ -94,7 +94,7 @@ class Side:
 
 
 def ticket(**changes: Any) -> KVTicket:
-    fields = {"ticket_id": "a", "layout": "pp=2", "page_tokens": 4, "lane": 0, "blocks": [3, 1, 2], "first": 4, "tokens": 10}
+    fields = {"ticket_id": "a", "layout": "pp=2", "page_tokens": 4, "dp_rank": 0, "blocks": [3, 1, 2], "first": 4, "tokens": 10}
     return KVTicket(**{**fields, "rope_length": 10, "readers": [], "lease_s": LEASE_S, **changes})
 
 
@@ -389,7 +389,7 @@ def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
     assert [event.finish for event in side.events] == [None, "handoff"]
     stats = side.scheduler.handoffs.stats()
     assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
-    assert (side.held, side.scheduler.lanes[0].pool.num_cached, bool(side.scheduler.handoffs)) == (0, 2, False)
+    assert (side.held, side.scheduler.dp_ranks[0].pool.num_cached, bool(side.scheduler.handoffs)) == (0, 2, False)
 
 
 def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> None:
@@ -471,13 +471,13 @@ def test_tickets_that_do_not_fit_are_refused(item: GenerateRequest, message: str
         check_request(item, config())
 
 
-def test_lanes_hold_their_own_transfers() -> None:
-    side = Side(config("attn_dp=2", lanes=2))
+def test_dp_ranks_hold_their_own_transfers() -> None:
+    side = Side(config("attn_dp=2", dp_size=2))
     for name in "ab":
         side.add(request(request_id=name, reserves=True))
     expects = side.step().expects
-    assert sorted(expect.lane for expect in expects) == [0, 1]
+    assert sorted(expect.dp_rank for expect in expects) == [0, 1]
     for expect in expects:
-        rank = expect.lane  # one rank a lane
+        rank = expect.dp_rank  # one rank a DP rank
         side.report(rank, opened={expect.ticket_id: KVReader(world_rank=rank, agent_metadata=b"x")})
-    assert sorted(event.ticket.lane for event in side.events if event.ticket) == [0, 1]
+    assert sorted(event.ticket.dp_rank for event in side.events if event.ticket) == [0, 1]

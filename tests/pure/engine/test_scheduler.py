@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, settings: EngineConfig, depth: int = 1) -> None:
         self.config, self.depth = settings, depth
         self.scheduler = Scheduler(settings)
-        self.rank = ScriptedRank(settings.num_blocks, settings.block_size, VOCAB, settings.kv_owners, settings.lanes)
+        self.rank = ScriptedRank(settings.num_blocks, settings.block_size, VOCAB, settings.kv_owners, settings.dp_size)
         self.now = 0.0
         self.order = itertools.count()
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
@@ -54,21 +54,21 @@ class Bench:
         """Plan one step; apply the oldest result once `depth` are in flight (or nothing could be planned)."""
         self.now += 1
         self.note(self.scheduler.reap(self.now))
-        before = [(sequence, sequence.lane, sequence.sequence_id) for sequence in self.scheduler.running]
+        before = [(sequence, sequence.dp_rank, sequence.sequence_id) for sequence in self.scheduler.running]
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.rows
-            for lane in range(self.config.lanes):
-                assert sum(row.count for row in plan.of_lane(lane).rows) <= self.config.max_batch_tokens
+            for dp_rank in range(self.config.dp_size):
+                assert sum(row.count for row in plan.of_dp_rank(dp_rank).rows) <= self.config.max_batch_tokens
             assert all(row.count <= self.config.max_chunk_tokens for row in plan.rows)
-            preempted = {lane for sequence, lane, name in before if sequence.sequence_id != name}
-            assert not preempted & {start.lane for start in plan.started}, "something was admitted where the step preempted"
+            preempted = {dp_rank for sequence, dp_rank, name in before if sequence.sequence_id != name}
+            assert not preempted & {start.dp_rank for start in plan.started}, "something was admitted where the step preempted"
             self.in_flight.append(self.rank.run(StepPlan.unpack(plan.pack())))
-        assert all(len(lane.running) <= self.config.max_sequences for lane in self.scheduler.lanes)
+        assert all(len(dp_rank.running) <= self.config.max_sequences for dp_rank in self.scheduler.dp_ranks)
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
             self.note(self.scheduler.update(self.in_flight.popleft(), self.now))
-        for lane in self.scheduler.lanes:
-            lane.pool.check()
+        for dp_rank in self.scheduler.dp_ranks:
+            dp_rank.pool.check()
         return plan
 
     def cancel(self, request_id: str) -> None:
@@ -86,7 +86,7 @@ class Bench:
                 break
             self.step()
         assert self.scheduler.num_live == 0, "requests do not finish"
-        assert not any(lane.pool.num_held for lane in self.scheduler.lanes), "blocks did not come back"
+        assert not any(dp_rank.pool.num_held for dp_rank in self.scheduler.dp_ranks), "blocks did not come back"
         assert self.scheduler.waiting.num_requests == self.scheduler.waiting.num_tokens == 0
 
     def tokens(self, request_id: str) -> list[int]:
@@ -134,7 +134,7 @@ CONFIGS = st.builds(
     split_over_owners,
     num_blocks=st.integers(7, 16),
     kv_owners=st.integers(1, 3),
-    lanes=st.integers(1, 3),
+    dp_size=st.integers(1, 3),
     max_batch_tokens=st.integers(4, 20),
     max_chunk_tokens=st.integers(1, 12),
     stages=st.integers(1, 3),
@@ -383,7 +383,7 @@ def test_cancelling_twice_or_at_random_is_harmless() -> None:
     bench.cancel("a")
     assert [event.finish for event in bench.events["a"]] == [None, "abort"]
     assert bench.scheduler.counts.aborts == 1
-    assert bench.scheduler.lanes[0].pool.num_available == 16
+    assert bench.scheduler.dp_ranks[0].pool.num_available == 16
     bench.add(request("b", [1], 1))
     bench.drain()
     assert bench.rank.plans[-1].ended == [0], "the ranks hear of it with the next plan"

@@ -33,7 +33,7 @@ async def decode_side() -> AsyncIterator[tuple[KVTicket, asyncio.Queue[TokenEven
     """A ticket, and what is said of it."""
     said: asyncio.Queue[TokenEvent] = asyncio.Queue()
     receiver = TokenReceiver.listen("127.0.0.1", said.put_nowait)
-    fields: dict[str, Any] = {"layout": "", "page_tokens": 16, "lane": 0, "blocks": [0], "first": 0, "tokens": 3}
+    fields: dict[str, Any] = {"layout": "", "page_tokens": 16, "dp_rank": 0, "blocks": [0], "first": 0, "tokens": 3}
     more = {"rope_length": 3, "readers": [], "lease_s": 9.0, "reply_to": receiver.reply_to.pack()}
     try:
         yield KVTicket(ticket_id="r~0", **fields, **more), said

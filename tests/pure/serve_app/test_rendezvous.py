@@ -44,7 +44,7 @@ class Pair:
         self._send(to, TokenEvent(request_id=name))
         if request.reserves:
             ticket = KVTicket(
-                **{"ticket_id": f"{name}~0", "layout": "", "page_tokens": 16, "lane": 0, "blocks": [0], "first": 0},
+                **{"ticket_id": f"{name}~0", "layout": "", "page_tokens": 16, "dp_rank": 0, "blocks": [0], "first": 0},
                 **{"tokens": 3, "rope_length": 3, "readers": [], "lease_s": 9.0, "reply_to": self._receiver.reply_to.pack()},
             )
             self._told[ticket.ticket_id] = asyncio.Event()

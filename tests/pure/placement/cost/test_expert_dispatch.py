@@ -58,7 +58,7 @@ def test_rows_leave_for_other_ranks_and_arrive_from_all() -> None:
 
 
 def test_splitting_tokens_over_tp_cuts_the_rows_by_tp() -> None:
-    """Before the split each of four tp ranks holds all 64 tokens of a lane; after, 16."""
+    """Before the split each of four tp ranks holds all 64 tokens of a DP rank; after, 16."""
     chances = destination_chances(256, 8, [16] * 16)
     assert sum(rows_dispatched([64] * 16, chances)) == pytest.approx(4 * sum(rows_dispatched([16] * 16, chances)))
 

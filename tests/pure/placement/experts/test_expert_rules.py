@@ -1,4 +1,4 @@
-"""The rules of lanes and expert axes."""
+"""The rules of DP ranks and expert axes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_fills_the_stage_is_legal(text: str) -> None:
     assert check(Layout.parse(text), SPARSE) == []
 
 
-def test_a_dense_model_runs_in_lanes() -> None:
+def test_a_dense_model_runs_in_dp_ranks() -> None:
     assert check(Layout.parse("attn_dp=3,cp=2,tp=2,pp=2"), DENSE) == []
 
 
@@ -92,7 +92,7 @@ def test_a_dense_model_has_no_experts_to_place(text: str) -> None:
     assert violation.suggestions[0] == "tp=2"
 
 
-def test_lanes_that_do_not_fit_the_cluster_become_fewer() -> None:
+def test_dp_ranks_that_do_not_fit_the_cluster_become_fewer() -> None:
     [violation] = check(Layout.parse("attn_dp=8,ep=8"), SPARSE, nodes(3, 2))
     assert violation.field == "attn_dp"
     assert "attn_dp=4,ep=4" in violation.suggestions

@@ -155,15 +155,15 @@ def test_the_path_of_a_layer_has_its_collectives_in_place() -> None:
     assert ["attn.o" in path[sums[0] - 1], "mlp.down" in path[sums[1] - 1], len(sums)] == [True, True, 2]
 
 
-def test_lanes_are_told_and_each_holds_the_cache_of_its_own_rows() -> None:
-    found = explained("attn_dp=2,tp=2", StepShape.of(3, 5, context=27, lanes=2))
+def test_dp_ranks_are_told_and_each_holds_the_cache_of_its_own_rows() -> None:
+    found = explained("attn_dp=2,tp=2", StepShape.of(3, 5, context=27, dp_size=2))
     assert [view.kv_bytes // view.memory.block_bytes for view in found.ranks] == [4, 4, 2, 2]
     text = as_text(found, "m")
-    assert "2 lanes of 2 ranks each" in text
+    assert "2 DP ranks of 2 ranks each" in text
     assert "attn_dp 1 │ rank 2" in text
-    assert {entry.axis for entry, _ in found.traffic} == {"tp"}, "lanes say nothing to each other"
+    assert {entry.axis for entry, _ in found.traffic} == {"tp"}, "DP ranks say nothing to each other"
 
 
-def test_a_lane_without_rows_sends_nothing() -> None:
-    found = explained("attn_dp=2,tp=2", StepShape.of(1, 5, lanes=2))
+def test_a_dp_rank_without_rows_sends_nothing() -> None:
+    found = explained("attn_dp=2,tp=2", StepShape.of(1, 5, dp_size=2))
     assert {rank for _, ranks in found.traffic for rank in ranks} == {0, 1}

@@ -65,7 +65,7 @@ def test_json_of_a_bare_config_without_torch_or_ray(model: Path) -> None:
     assert done.stderr == "\n"
     found = json.loads(done.stdout)
     assert found["layout"] == "tp=2,pp=2"
-    assert found["step"] == {"batch": 2, "tokens": [3, 3], "context": [37, 37], "lane": [0, 0], "dtype": "float32"}
+    assert found["step"] == {"batch": 2, "tokens": [3, 3], "context": [37, 37], "dp_rank": [0, 0], "dtype": "float32"}
     assert found["groups"]["tp"] == [[0, 1], [2, 3]]
     assert [rank["q_heads"] for rank in found["ranks"][:2]] == [[0, 1, 2, 3], [4, 5]]
     [boundary] = [each for each in found["traffic"] if (each["op"], each["where"]) == ("send", "stage boundary")]

@@ -1,4 +1,4 @@
-"""Where the LM head is: per lane or over the lanes of a stage, by rule, and what that costs."""
+"""Where the LM head is: per DP rank or over the DP ranks of a stage, by rule, and what that costs."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ QWEN3 = model(151_936, 2048)
 
 
 @pytest.mark.parametrize(
-    ("spec", "lane_bytes", "stage_bytes"), [(DEEPSEEK, 1_853_358_080, 232_128_512), (QWEN3, 622_329_856, 77_856_768)]
+    ("spec", "dp_rank_bytes", "stage_bytes"), [(DEEPSEEK, 1_853_358_080, 232_128_512), (QWEN3, 622_329_856, 77_856_768)]
 )
-def test_bytes_of_the_head_on_a_rank(spec: ModelSpec, lane_bytes: int, stage_bytes: int) -> None:
+def test_bytes_of_the_head_on_a_rank(spec: ModelSpec, dp_rank_bytes: int, stage_bytes: int) -> None:
     """`stage_bytes` are those of a rank with most: rows are split in blocks of 64."""
     held = [
         [rank.weight_bytes for rank in rank_memories(spec, Layout.parse(f"attn_dp=8,ep=8,lm_head={over}"))]
-        for over in ("lane", "stage")
+        for over in ("dp_rank", "stage")
     ]
-    differences = {lane - stage for lane, stage in zip(*held, strict=True)}
-    assert max(differences) <= lane_bytes - stage_bytes + 64 * spec.hidden_size * 2
-    assert min(differences) == lane_bytes - stage_bytes
-    assert sum(held[0]) - sum(held[1]) == 7 * lane_bytes
+    differences = {dp_rank - stage for dp_rank, stage in zip(*held, strict=True)}
+    assert max(differences) <= dp_rank_bytes - stage_bytes + 64 * spec.hidden_size * 2
+    assert min(differences) == dp_rank_bytes - stage_bytes
+    assert sum(held[0]) - sum(held[1]) == 7 * dp_rank_bytes
 
 
 def test_a_step_says_one_gather_of_rows_and_eight_bytes_a_row() -> None:
     layout = Layout.parse("attn_dp=8,ep=8,lm_head=stage")
-    said = [entry for entry in rank_traffic(DEEPSEEK, layout, 3, StepShape.of(512, 1, 1000, lanes=8)) if entry.axis == "head"]
+    said = [entry for entry in rank_traffic(DEEPSEEK, layout, 3, StepShape.of(512, 1, 1000, dp_size=8)) if entry.axis == "head"]
     assert [(entry.where, entry.group_size, entry.payload_bytes, entry.wire_bytes_per_rank) for entry in said] == [
         ("head rows", 8, 64 * 7168 * 2, 7 * 64 * 7168 * 2),
         ("sampling", 8, 8 * 512, 7 * 8 * 512),
     ]
-    alone = rank_traffic(DEEPSEEK, Layout.parse("attn_dp=8,ep=8,lm_head=lane"), 3, StepShape.of(512, 1, 1000, lanes=8))
+    alone = rank_traffic(DEEPSEEK, Layout.parse("attn_dp=8,ep=8,lm_head=dp_rank"), 3, StepShape.of(512, 1, 1000, dp_size=8))
     assert not [entry for entry in alone if entry.where in ("head rows", "sampling")]
 
 
@@ -71,21 +71,21 @@ def test_the_rule() -> None:
     layout = Layout.parse("attn_dp=8,ep=8")
     assert is_over_stage(DEEPSEEK, layout)
     assert is_over_stage(QWEN3, layout)
-    assert not is_over_stage(DEEPSEEK, Layout.parse("tp=8,ep=8")), "one lane"
-    assert not is_over_stage(DEEPSEEK.model_copy(update={"moe": None}), layout), "lanes that need not meet"
+    assert not is_over_stage(DEEPSEEK, Layout.parse("tp=8,ep=8")), "one DP rank"
+    assert not is_over_stage(DEEPSEEK.model_copy(update={"moe": None}), layout), "DP ranks that need not meet"
     assert not is_over_stage(DEEPSEEK.model_copy(update={"tie_embeddings": True}), layout), "the head is the embedding"
     small = model(32_000, 1024)
     assert spared_bytes(small, layout) < 64 * 2**20
     assert not is_over_stage(small, layout)
     assert is_over_stage(small, Layout.parse("attn_dp=8,ep=8,lm_head=stage")), "asked for"
-    assert not is_over_stage(DEEPSEEK, Layout.parse("attn_dp=8,ep=8,lm_head=lane"))
+    assert not is_over_stage(DEEPSEEK, Layout.parse("attn_dp=8,ep=8,lm_head=dp_rank"))
 
 
 @pytest.mark.parametrize(
     ("text", "changes", "why"),
     [
         ("tp=2,lm_head=stage", {}, "attn_dp=1"),
-        ("tp=2,lm_head=lane", {}, "attn_dp=1"),
+        ("tp=2,lm_head=dp_rank", {}, "attn_dp=1"),
         ("attn_dp=2,lm_head=stage", {"tie_embeddings": True}, "tie_word_embeddings"),
         ("attn_dp=4,tp=2,lm_head=stage", {"vocab_size": 7}, "8 ranks (attn_dp=4 x tp=2) are more than the 7 vocabulary rows"),
     ],
@@ -112,10 +112,10 @@ def test_every_vocabulary_row_is_in_one_head_of_a_stage() -> None:
         rows = [row for rank in group for row in owns[rank].head_vocab]
         assert rows == list(range(len(rows)))
         assert len(rows) >= 1000
-    text = as_text(explain(spec, layout, StepShape.of(4, 1, lanes=2)), "m")
+    text = as_text(explain(spec, layout, StepShape.of(4, 1, dp_size=2)), "m")
     assert "[0 1 2 6 7 8] [3 4 5 9 10 11]" in text
     assert "no head" in text
-    assert "one LM head for all lanes, over 6 ranks, each of which is spared 20.8 KiB" in text
+    assert "one LM head for all DP ranks, over 6 ranks, each of which is spared 20.8 KiB" in text
 
 
 def test_tied_embeddings_on_other_stages_are_split() -> None:

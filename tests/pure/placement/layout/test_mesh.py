@@ -85,12 +85,12 @@ def test_the_moe_grid_is_the_stage_again(layout: Layout) -> None:
     assert prod(getattr(layout, axis) for axis in MOE_AXES[1:]) == size
 
 
-def test_four_lanes_of_four_ranks_share_sixteen_ep_ranks() -> None:
+def test_four_dp_ranks_of_four_ranks_share_sixteen_ep_ranks() -> None:
     layout = Layout(attn_dp=4, tp=4, ep=16)
     assert layout.moe_tp == 1
-    for lane in range(4):
+    for dp_rank in range(4):
         for tp_rank in range(4):
-            assert coords_of(layout, lane * 4 + tp_rank) == Coords(pp=0, attn_dp=lane, cp=0, tp=tp_rank)
+            assert coords_of(layout, dp_rank * 4 + tp_rank) == Coords(pp=0, attn_dp=dp_rank, cp=0, tp=tp_rank)
     assert groups(layout, "tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert groups(layout, "ep") == [list(range(16))]
 
@@ -133,7 +133,7 @@ def test_ranks_and_axes_that_do_not_exist_are_refused() -> None:
         *(("attn_dp=4,tp=4", [0, 4, 8, 12]), ("attn_dp=2,cp=2,tp=2,pp=2", [8, 12])),
     ],
 )
-def test_the_output_rank_of_a_lane_is_its_first_rank_of_the_last_stage(text: str, ranks: list[int]) -> None:
+def test_the_output_rank_of_a_dp_rank_is_its_first_rank_of_the_last_stage(text: str, ranks: list[int]) -> None:
     assert output_ranks(Layout.parse(text)) == ranks
 
 

@@ -120,13 +120,13 @@ def test_no_room_is_no_assignment() -> None:
 def _small_case(draw: random.Random) -> tuple[Layout, ModelSpec, ClusterSpec]:
     while True:
         model = draw.choice((DENSE, SPARSE))
-        tp, cp, lanes, pp = draw.choice((1, 2, 3)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2)), draw.choice((1, 2, 3))
+        tp, cp, dp_size, pp = draw.choice((1, 2, 3)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2)), draw.choice((1, 2, 3))
         fields: dict[str, int] = {}
         if model.moe is not None:
-            stage = tp * cp * lanes
+            stage = tp * cp * dp_size
             fields["ep"] = draw.choice([size for size in range(1, stage + 1) if stage % size == 0])
             fields["moe_dp"] = draw.choice([size for size in (1, 2) if stage // fields["ep"] % size == 0])
-        layout = Layout(tp=tp, cp=cp, attn_dp=lanes, pp=pp, replicas=draw.choice((1, 1, 2)), **fields)
+        layout = Layout(tp=tp, cp=cp, attn_dp=dp_size, pp=pp, replicas=draw.choice((1, 1, 2)), **fields)
         nodes = tuple(
             NodeSpec(
                 name=f"n{at}",
@@ -155,7 +155,7 @@ def _crossed(layout: Layout, model: ModelSpec, cluster: ClusterSpec, nodes: Sequ
 
     talking = ["cp"] if model.moe is None else ["cp", "moe"]
     far = sum(count(talking, lambda node, level=level: keys(node)[level]) for level in range(3))
-    far_lanes = sum(count(["attn_dp"], lambda node, level=level: keys(node)[level]) for level in range(3))
+    far_dp_ranks = sum(count(["attn_dp"], lambda node, level=level: keys(node)[level]) for level in range(3))
     hops = 0
     for column in groups(layout, "pp"):
         if column[0] % layout.tp == 0:
@@ -165,4 +165,4 @@ def _crossed(layout: Layout, model: ModelSpec, cluster: ClusterSpec, nodes: Sequ
     stages = [set(nodes[start : start + stage]) for start in range(0, len(nodes), stage)]
     shared = sum(map(len, stages)) - len(set(nodes))
     spread = sum(len(each) - 1 for each in stages)
-    return far, far_lanes + hops, count(talking, lambda node: node), shared, spread, len(set(nodes) & used)
+    return far, far_dp_ranks + hops, count(talking, lambda node: node), shared, spread, len(set(nodes) & used)

@@ -118,11 +118,11 @@ def test_half_of_one_mixtral_expert_on_each_of_16_ranks() -> None:
     assert shapes(spec, layout, 15) == {"gate_up": (1, 64, 64), "down": (1, 64, 32)}
 
 
-def test_lanes_hold_what_replicas_would_but_a_quarter_of_the_experts() -> None:
+def test_dp_ranks_hold_what_replicas_would_but_a_quarter_of_the_experts() -> None:
     spec = model(256, top_k=8)
-    lanes, replicas = Layout.parse("attn_dp=4,tp=4,ep=16"), Layout.parse("replicas=4,tp=4,ep=4")
-    for rank in range(lanes.world):
-        one, other = (shard(spec, layout, coords_of(layout, rank % layout.world)) for layout in (lanes, replicas))
+    dp_ranks, replicas = Layout.parse("attn_dp=4,tp=4,ep=16"), Layout.parse("replicas=4,tp=4,ep=4")
+    for rank in range(dp_ranks.world):
+        one, other = (shard(spec, layout, coords_of(layout, rank % layout.world)) for layout in (dp_ranks, replicas))
         assert (one.q_heads, one.kv_heads, one.vocab) == (other.q_heads, other.kv_heads, other.vocab)
         rows = [[row for row in parameters(spec, own) if ".experts." not in row.name] for own in (one, other)]
         assert rows[0] == rows[1]
@@ -130,11 +130,13 @@ def test_lanes_hold_what_replicas_would_but_a_quarter_of_the_experts() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 20), max_size=4), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 4))
-def test_lanes_contribute_their_own_tokens(lanes: list[list[int]], cp: int, tp: int) -> None:
-    layout = Layout(attn_dp=len(lanes), cp=cp, tp=tp)
-    own_tokens = expert_tokens.own_tokens(lanes, layout)
+def test_dp_ranks_contribute_their_own_tokens(new_lens_across_dp: list[list[int]], cp: int, tp: int) -> None:
+    layout = Layout(attn_dp=len(new_lens_across_dp), cp=cp, tp=tp)
+    own_tokens = expert_tokens.own_tokens(new_lens_across_dp, layout)
     size = cp * tp
-    assert [sum(own_tokens[lane * size : (lane + 1) * size]) for lane in range(len(lanes))] == list(map(sum, lanes))
+    assert [sum(own_tokens[dp_rank * size : (dp_rank + 1) * size]) for dp_rank in range(len(new_lens_across_dp))] == list(
+        map(sum, new_lens_across_dp)
+    )
 
 
 def test_a_tp_wider_than_an_expert_is_legal_where_experts_are_whole() -> None:

@@ -33,7 +33,7 @@ models = st.one_of(
 
 @st.composite
 def sides(draw: st.DrawFn, spec: ModelSpec) -> Side:
-    """Any legal side: sizes that are no powers of two, uneven stages and shares, lanes, pages."""
+    """Any legal side: sizes that are no powers of two, uneven stages and shares, DP ranks, pages."""
     drawn = random.Random(draw(st.integers(0, 2**32 - 1)))
     layout = Layout() if draw(st.integers(0, 7)) == 0 else draw_layout(drawn, spec, most_ranks=10)
     return Side(layout, draw(st.sampled_from((1, 4, 5, 16, 32))), draw(st.integers(0, layout.attn_dp - 1)))
@@ -124,9 +124,9 @@ def test_a_part_that_the_decode_side_has_is_not_sent() -> None:
     assert {unit[3] for unit in moved(copies, "destination")} == set(range(48, 70))
 
 
-def test_a_lane_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="lane 2 is not one of the 2 lanes"):
-        Side(Layout(attn_dp=2), lane=2)
+def test_a_dp_rank_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="DP rank 2 is not one of the 2 DP ranks"):
+        Side(Layout(attn_dp=2), dp_rank=2)
 
 
 # Totals
@@ -273,5 +273,5 @@ def test_the_report_says_what_moves_more_than_once() -> None:
     found = explain_handoff(latent_model(), Layout(tp=2), Layout(tp=3), 64, "float32")
     assert found.moved_bytes == 3 * found.prompt_bytes
     assert "(3.00x): decode ranks that keep the same each get their own" in handoff_text(found, "tiny")
-    lanes = explain_handoff(heads_model(2), Layout(attn_dp=2), Layout(cp=2), 64, "float32")
-    assert "from lane 0 to lane 0 (of lanes: prefill 2)" in handoff_text(lanes, "tiny")
+    dp_size = explain_handoff(heads_model(2), Layout(attn_dp=2), Layout(cp=2), 64, "float32")
+    assert "from DP rank 0 to DP rank 0 (of DP ranks: prefill 2)" in handoff_text(dp_size, "tiny")

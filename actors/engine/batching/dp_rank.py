@@ -1,6 +1,6 @@
-"""One lane of ranks (attn_dp): the sequences that run there, and the KV blocks they hold. Without lanes there is one.
+"""One DP rank (attn_dp): the sequences that run there, and the KV blocks they hold. Without DP ranks there is one.
 
-A lane has devices of its own, so everything that counts devices counts in it alone: blocks and what is cached in them, the
+A DP rank has devices of its own, so everything that counts devices counts in it alone: blocks and what is cached in them, the
 tokens of a step, the sequences at once, and who is preempted when blocks run out.
 """
 
@@ -16,18 +16,18 @@ from actors.engine.kv.blocks import BlockPool
 from actors.engine.sequences.sequence import Sequence, State
 
 
-def choose(lanes: Iterable[Lane], sequence: Sequence) -> Lane | None:
-    """Where a sequence starts: of the lanes with room for it, the one with least to hold and compute besides what is cached.
+def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
+    """Where a sequence starts: of the DP ranks with room for it, the one with least to hold and compute besides what is cached.
 
     Counted in blocks: those that others hold there and it does not share, and those it would have to fill. So a cached front
-    draws it to its lane, until others there hold more than the front is long. Ties go to the lane that runs fewer sequences,
+    draws it to its DP rank, until others there hold more than the front is long. Ties go to the DP rank that runs fewer sequences,
     then to the first.
     """
-    fitting = [lane for lane in lanes if lane.has_room(sequence)]
-    return min(fitting, key=lambda lane: (lane.cost(sequence), len(lane.running), lane.index), default=None)
+    fitting = [dp_rank for dp_rank in dp_ranks if dp_rank.has_room(sequence)]
+    return min(fitting, key=lambda dp_rank: (dp_rank.cost(sequence), len(dp_rank.running), dp_rank.index), default=None)
 
 
-class Lane:
+class DPRank:
     """Fills its part of a step, and gives and takes blocks. The scheduler decides who comes in."""
 
     def __init__(self, index: int, config: EngineConfig) -> None:
@@ -86,7 +86,7 @@ class Lane:
         hits = self._find(sequence)
         self.pool.acquire(hits)
         sequence.blocks = hits + self.pool.allocate(self._places(sequence, hits))
-        sequence.lane = self.index
+        sequence.dp_rank = self.index
         sequence.num_registered = len(hits)
         sequence.num_planned = sequence.num_computed = len(hits) * self._config.block_size
         if sequence.cached_tokens is None:

@@ -1,4 +1,4 @@
-"""DP attention: lanes of ranks behind one scheduler, compared with one rank."""
+"""DP attention: DP ranks behind one scheduler, compared with one rank."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PROMPT = [5, 17, 99, 3, 42, 8, 77, 1, 64]
         ("qwen2_moe", "attn_dp=4,pp=2,ep=2,redundant_experts=3"),
     ],
 )
-def test_one_request_in_one_lane_of_four_is_answered_while_the_others_idle(family: str, layout: str) -> None:
+def test_one_request_in_one_dp_rank_of_four_is_answered_while_the_others_idle(family: str, layout: str) -> None:
     model, start = tiny(family), {"tokens": PROMPT, "prompt_length": len(PROMPT)}
     ranks = ThreadRanks(rank_config(model, Layout.parse(layout), block_size=4), num_blocks=8)
-    begin = SequenceStart(sequence_id=0, lane=2, sampling=SamplingParams(temperature=0.0), **start)
-    row = Row(sequence_id=0, lane=2, start=0, count=len(PROMPT), new_blocks=[5, 1, 6, 2], sample=True)
+    begin = SequenceStart(sequence_id=0, dp_rank=2, sampling=SamplingParams(temperature=0.0), **start)
+    row = Row(sequence_id=0, dp_rank=2, start=0, count=len(PROMPT), new_blocks=[5, 1, 6, 2], sample=True)
     tokens = list(PROMPT)
     try:
         for step in range(4):
@@ -48,30 +48,30 @@ def test_one_request_in_one_lane_of_four_is_answered_while_the_others_idle(famil
             assert [item.sequence_id for item in result.sampled] == [0]
             assert result.sampled[0].token == int(model.logits(tokens)[-1].argmax())
             tokens.append(result.sampled[0].token)
-            row = Row(sequence_id=0, lane=2, start=len(tokens) - 1, count=1, append=tokens[-1:], sample=True)
+            row = Row(sequence_id=0, dp_rank=2, start=len(tokens) - 1, count=1, append=tokens[-1:], sample=True)
     finally:
         ranks.close()
 
 
 @pytest.mark.parametrize("layout", ["attn_dp=2", "attn_dp=3,tp=2,pp=2", "attn_dp=2,cp=2,tp=4,dcp=2"])
-def test_lanes_are_rounding(layout: str) -> None:
+def test_dp_ranks_are_rounding(layout: str) -> None:
     assert verify(tiny("llama2"), layout).verdict == "rounding"
 
 
-def test_ranks_that_run_the_rows_of_all_lanes_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's number means another block in every lane."""
-    monkeypatch.setattr(StepPlan, "of_lane", lambda self, lane: self)
+def test_ranks_that_run_the_rows_of_all_dp_ranks_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's number means another block on every DP rank."""
+    monkeypatch.setattr(StepPlan, "of_dp_rank", lambda self, dp_rank: self)
     assert verify(tiny("llama2"), "attn_dp=2", [19, 9, 14], kinds=["decode"]).verdict == "fault"
     assert verify(tiny("llama2"), "tp=2", [19, 9, 14], kinds=["decode"]).verdict == "rounding"
 
 
-def test_a_lane_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dp_rank_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Runner._batch
 
     def astray(self: Runner, rows: list[Row]) -> Batch:
-        """Lane 1 reads as if its blocks were numbered like those of lane 0, one further."""
+        """DP rank 1 reads as if its blocks were numbered like those of DP rank 0, one further."""
         batch, last = right(self, rows), self._cache.num_blocks - 1
-        tables = [[min(block + self._place.lane, last) for block in table] for table in batch.block_tables]
+        tables = [[min(block + self._place.dp_rank, last) for block in table] for table in batch.block_tables]
         return replace(batch, block_tables=tables)
 
     monkeypatch.setattr(Runner, "_batch", astray)
@@ -86,7 +86,7 @@ def test_a_lane_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.Monk
     ("family", "layout"),
     [("llama3", "attn_dp=4"), ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), ("llama3", "attn_dp=4,lm_head=stage")],
 )
-def test_five_hundred_requests_over_four_lanes_with_aborts_equal_one_rank(family: str, layout: str) -> None:
+def test_five_hundred_requests_over_four_dp_ranks_with_aborts_equal_one_rank(family: str, layout: str) -> None:
     model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
     aborted = {request.request_id for request in random.Random(9).sample(work, 60)}
     config = EngineConfig(

@@ -1,4 +1,4 @@
-"""Lanes without work while others have some: nobody waits for them for ever, and answers are those of one rank."""
+"""DP ranks without work while others have some: nobody waits for them for ever, and answers are those of one rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_one_rank(name: str, length: int, max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_idle_lanes_hang_nobody(layout: str) -> None:
+def test_idle_dp_ranks_hang_nobody(layout: str) -> None:
     with in_process(model(), layout, CONFIG) as replica:
         for wave in WAVES:
             check_wave(replica, wave)
@@ -71,7 +71,7 @@ def check_wave(replica: InProcess, wave: list[GenerateRequest]) -> None:
 
 
 def wait_for_silence(replica: InProcess) -> None:
-    """Until the engine has nothing to do; a lane without work is no work."""
+    """Until the engine has nothing to do; a DP rank without work is no work."""
     deadline = time.monotonic() + 20
     while (stats := replica.engine.stats()).busy_since is not None:
         assert time.monotonic() < deadline, f"still busy: {stats}"
