@@ -148,6 +148,9 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...] | No
     return read_list
 
 
+_LM_HEADS = {over: over for over in ("auto", "dp_rank", "stage")} | {"lane": "dp_rank"}
+"""Values of `lm_head`. ``lane`` is the former name of ``dp_rank``."""
+
 _SIZE: tuple[Callable[[str], Any], str] = (_whole_number, "a whole number from 1 to 999999999")
 _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sp": ({"true": True, "false": False}.get, "true or false"),
@@ -155,7 +158,7 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "stage_layers": (_list_of(_whole_number), "whole numbers of at least 1, one per stage, as in 16/14"),
     "tp_shares": (_list_of(_number), "numbers above 0, one per tp rank, as in 2/1.5"),
     "cp_style": ({style: style for style in ("ring", "allgather")}.get, "ring or allgather"),
-    "lm_head": ({over: over for over in ("auto", "dp_rank", "stage")}.get, "auto, dp_rank or stage"),
+    "lm_head": (_LM_HEADS.get, "auto, dp_rank or stage"),
     "dispatch": ({mode: mode for mode in ("auto", "gather", "a2a")}.get, "auto, gather or a2a"),
 }
 """How each field is read (None: unreadable), and what it must be. The others are `_SIZE`."""

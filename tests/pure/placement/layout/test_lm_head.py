@@ -124,3 +124,9 @@ def test_tied_embeddings_on_other_stages_are_split() -> None:
     first, last = (shard(spec, layout, coords_of(layout, rank)) for rank in (0, 2))
     assert len(first.vocab) >= 1000
     assert len(last.head_vocab) == pytest.approx(500, abs=64)
+
+
+def test_the_former_name_of_a_head_per_dp_rank_is_read() -> None:
+    layout = Layout.parse("attn_dp=8,ep=8,lm_head=lane")
+    assert layout == Layout.parse("attn_dp=8,ep=8,lm_head=dp_rank")
+    assert "lm_head=dp_rank" in str(layout)
