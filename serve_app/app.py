@@ -27,7 +27,7 @@ from cluster.nodes import topology
 from cluster.nodes.discover import best_device, discover
 from cluster.replica.placement_group import NODE_ID, none_at_all
 from cluster.replica.replica import Replica
-from cluster.replica.roles import DutyReport
+from cluster.replica.roles import RoleReport
 from cluster.replica.settings import ReplicaSettings, shared_variables
 from cluster.replica.waiting import PlacementError
 from placement.checkpoint import header
@@ -74,11 +74,11 @@ class Ingress:
         if self._pooled is not None:
             await self._pooled.started()
 
-    async def roles(self) -> list[DutyReport]:
+    async def roles(self) -> list[RoleReport]:
         """What each replica takes; none, where there are no pools."""
         return [] if self._pooled is None else await self._pooled.roles()
 
-    async def change_role(self, replica: str, role: str, within_s: float) -> DutyReport | str:
+    async def change_role(self, replica: str, role: str, within_s: float) -> RoleReport | str:
         """How a replica stands that shall become `role` within so many seconds, or why it shall not."""
         if self._pooled is None:
             return "roles are those of replicas in pools, and this service has none: serve with --prefill, --decode or --mixed"

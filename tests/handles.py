@@ -9,7 +9,7 @@ from typing import Any
 from actors.engine.link.token_stream import ReplyTo
 from actors.wire.requests import GenerateRequest
 from actors.wire.roles import Role
-from cluster.replica.roles import Duty, DutyReport
+from cluster.replica.roles import ReplicaRole, RoleReport
 
 Answer = Callable[[GenerateRequest, ReplyTo, str], Any]
 
@@ -20,7 +20,7 @@ class Handle:
     def __init__(self, answer: Answer, **roles: Role) -> None:
         self.asked: list[tuple[GenerateRequest, dict[str, Any]]] = []
         self.calls: list[asyncio.Task[Any]] = []
-        self.duties = {name: Duty(name, role) for name, role in roles.items()}
+        self.replica_roles = {name: ReplicaRole(name, role) for name, role in roles.items()}
         self.ongoing: Mapping[str, int] = {}
         self.down: dict[str, str] = {}
         self.answer = answer
@@ -32,23 +32,23 @@ class Handle:
     def remote(self, packed: bytes, reply_to: bytes, **how: Any) -> asyncio.Task[Any]:
         request = GenerateRequest.unpack(packed)
         self.asked.append((request, how))
-        name = how.get("at") or next(iter(self.duties), "")
+        name = how.get("at") or next(iter(self.replica_roles), "")
         self.calls.append(asyncio.ensure_future(self.answer(request, ReplyTo.unpack(reply_to), name)))
         return self.calls[-1]
 
     def broadcast(self, method: str, *arguments: Any) -> Handle:
-        self._told = [self._control(name, method, arguments) for name in self.duties]
+        self._told = [self._control(name, method, arguments) for name in self.replica_roles]
         return self
 
     async def results_async(self, **_limits: Any) -> list[Any]:
         return self._told
 
-    def _control(self, name: str, method: str, arguments: tuple[Any, ...]) -> DutyReport | None:
-        duty = self.duties[name]
+    def _control(self, name: str, method: str, arguments: tuple[Any, ...]) -> RoleReport | None:
+        replica_role = self.replica_roles[name]
         if method == "change_role":
             wanted, role, within_s = arguments
             if wanted != name:
                 return None
-            duty.change(Role(role), within_s)
-        report = duty.report(self.down.get(name))
+            replica_role.change(Role(role), within_s)
+        report = replica_role.report(self.down.get(name))
         return report.model_copy(update={"ongoing": self.ongoing.get(name, report.ongoing)})

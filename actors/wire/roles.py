@@ -7,7 +7,7 @@ from enum import StrEnum
 from actors.wire.requests import GenerateRequest
 
 
-class Work(StrEnum):
+class WorkKind(StrEnum):
     """What a replica can be asked for."""
 
     PROMPT = "prompt"
@@ -16,7 +16,7 @@ class Work(StrEnum):
     """To answer, be it with a prompt that another one computes."""
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> Work:
+    def of(cls, request: GenerateRequest) -> WorkKind:
         return cls.REQUEST if request.ticket is None else cls.PROMPT
 
 
@@ -28,12 +28,12 @@ class Role(StrEnum):
     MIXED = "mixed"
 
     @property
-    def takes(self) -> frozenset[Work]:
-        return _TAKES[self]
+    def admits(self) -> frozenset[WorkKind]:
+        return _ADMITS[self]
 
 
-_TAKES = {
-    Role.PREFILL: frozenset({Work.PROMPT}),
-    Role.DECODE: frozenset({Work.REQUEST}),
-    Role.MIXED: frozenset(Work),
+_ADMITS = {
+    Role.PREFILL: frozenset({WorkKind.PROMPT}),
+    Role.DECODE: frozenset({WorkKind.REQUEST}),
+    Role.MIXED: frozenset(WorkKind),
 }

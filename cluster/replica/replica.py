@@ -23,9 +23,9 @@ from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.wire.requests import GenerateRequest, TokenEvent
-from actors.wire.roles import Role, Work
+from actors.wire.roles import Role, WorkKind
 from cluster.replica import launch, placement_group
-from cluster.replica.roles import Duty, DutyReport
+from cluster.replica.roles import ReplicaRole, RoleReport
 from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
 from cluster.replica.tiers import offload_config
 from placement.cost import memory
@@ -46,7 +46,7 @@ _REBUILDS = 3
 
 
 class Replica:
-    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `duty`, `change_role`,
+    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `role_report`, `change_role`,
     `check_health`."""
 
     def __init__(self, settings: ReplicaSettings, name: str) -> None:
@@ -54,7 +54,7 @@ class Replica:
         self._closing = threading.Event()
         self._down: str | None = "starting"
         self._dead: str | None = None
-        self._duty = Duty(name, settings.role or Role.MIXED)
+        self._role = ReplicaRole(name, settings.role or Role.MIXED)
         self._tokens = TokenSender()
         self._receiver: TokenReceiver | None = None
         self._reserved = placement_group.reserve(settings, _here())
@@ -74,7 +74,7 @@ class Replica:
         avoid: Collection[str] = (),
         at: str = "",
         elsewhere: int = 0,
-        stands_in: bool = False,
+        is_fallback: bool = False,
     ) -> bytes | None:
         """Run one packed request; its events go to the packed `reply_to`, an empty one at once. Returns when the last one is
         sent, or when the ingress is gone: the engine then drops the request.
@@ -84,20 +84,20 @@ class Replica:
 
         `avoid` names replicas that refused it, `at` that which shall have it; routers read them, nothing here. `elsewhere`:
         what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more
-        to do itself. `stands_in`: see `Duty.enter`.
+        to do itself. `is_fallback`: see `ReplicaRole.admit`.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
-        work, is_busier = Work.of(request), self._duty.ongoing > elsewhere
+        work, is_busier = WorkKind.of(request), self._role.ongoing > elsewhere
         try:
-            self._duty.enter(work, stands_in)
+            self._role.admit(work, is_fallback)
         except RequestRefused as refusal:
             return self._refused(request, refusal).pack()
         try:
-            if request.reserves and self._duty.role is Role.MIXED and not is_busier:
+            if request.reserves and self._role.role is Role.MIXED and not is_busier:
                 request = request.model_copy(update={"reserves": False})
             return await self._run(request, to)
         finally:
-            self._duty.leave(work)
+            self._role.release(work)
 
     async def _run(self, request: GenerateRequest, to: ReplyTo) -> bytes | None:
         loop, ended, unsent = asyncio.get_running_loop(), asyncio.Event(), list[TokenEvent]()
@@ -161,20 +161,20 @@ class Replica:
         """This replica's name, and the numbers of its engine."""
         found = self.engine.stats().gauges()
         if self._settings.in_pool:
-            report = self._duty.report()
+            report = self._role.report()
             found |= {f"role:role={report.role}": 1.0, "role_changing": float(report.becomes is not None)}
         return self._name, found
 
-    async def duty(self) -> DutyReport:
+    async def role_report(self) -> RoleReport:
         """What it takes, and how far a change of that is."""
-        return self._duty.report(self.health())
+        return self._role.report(self.health())
 
-    async def change_role(self, name: str, role: str, within_s: float) -> DutyReport | None:
-        """Begin to change what the replica of that name takes; None from every other. See `Duty.change`."""
+    async def change_role(self, name: str, role: str, within_s: float) -> RoleReport | None:
+        """Begin to change what the replica of that name takes; None from every other. See `ReplicaRole.change`."""
         if name != self._name:
             return None
-        self._duty.change(Role(role), within_s)
-        return await self.duty()
+        self._role.change(Role(role), within_s)
+        return await self.role_report()
 
     def check_health(self) -> None:
         """Serve's own probe: fails only when this process cannot mend itself."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pydantic import BaseModel, ConfigDict
 
 from actors.engine.admission import RequestRefused
-from actors.wire.roles import Role, Work
+from actors.wire.roles import Role, WorkKind
 
 
 class WrongRole(RequestRefused):
@@ -25,7 +25,7 @@ class WrongRole(RequestRefused):
     code = "wrong_role"
 
 
-class DutyReport(BaseModel):
+class RoleReport(BaseModel):
     """How it stands with a replica. Times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,7 +34,7 @@ class DutyReport(BaseModel):
     role: Role
     becomes: Role | None = None
     """The role it takes once nothing is left of what that one does not take."""
-    waits_for: dict[Work, int] = {}
+    waits_for: dict[WorkKind, int] = {}
     """What is left of it."""
     left_s: float = 0.0
     """Until the change is given up."""
@@ -46,16 +46,16 @@ class DutyReport(BaseModel):
     """Why it can serve nothing now."""
 
     @property
-    def takes(self) -> frozenset[Work]:
+    def admits(self) -> frozenset[WorkKind]:
         """What it lets in: while it changes, only what both roles take."""
-        return self.role.takes & (self.becomes or self.role).takes
+        return self.role.admits & (self.becomes or self.role).admits
 
     def __str__(self) -> str:
         waits = f" after {counted(self.waits_for)}" if self.waits_for else ""
         return str(self.role) if self.becomes is None else f"{self.role}, becoming {self.becomes}{waits}"
 
 
-class Duty:
+class ReplicaRole:
     """The role of one replica, and what it has to do. Not thread-safe: one event loop calls it."""
 
     def __init__(self, name: str, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class Duty:
         self._becomes: Role | None = None
         self._ends_s = 0.0
         self._gave_up: str | None = None
-        self._ongoing = Counter[Work]()
+        self._ongoing = Counter[WorkKind]()
 
     @property
     def ongoing(self) -> int:
@@ -75,20 +75,21 @@ class Duty:
         self._settle()
         return self._role
 
-    def enter(self, work: Work, stands_in: bool = False) -> None:
+    def admit(self, work: WorkKind, is_fallback: bool = False) -> None:
         """Let one in. Raises `WrongRole`.
 
-        `stands_in`: it is asked for a whole request since nobody whose role it is can answer; it may, unless it is changing.
+        `is_fallback`: it is asked for a whole request since nobody whose role it is can answer; it may, unless it is changing.
         """
         report = self.report()
-        if work not in report.takes and not (stands_in and report.becomes is None):
+        if work not in report.admits and not (is_fallback and report.becomes is None):
             becoming = "" if report.becomes is None else f", becoming {report.becomes}"
             raise WrongRole(
-                f"replica {self._name} is {report.role}{becoming}, and takes {_listed(report.takes)}, not a {work}: ask another"
+                f"replica {self._name} is {report.role}{becoming}, and takes {_listed(report.admits)}, "
+                f"not a {work}: ask another"
             )
         self._ongoing[work] += 1
 
-    def leave(self, work: Work) -> None:
+    def release(self, work: WorkKind) -> None:
         """One has ended."""
         self._ongoing[work] -= 1
         self._settle()
@@ -103,10 +104,10 @@ class Duty:
         self._ends_s, self._gave_up = self._clock() + within_s, None
         self._settle()
 
-    def report(self, down: str | None = None) -> DutyReport:
+    def report(self, down: str | None = None) -> RoleReport:
         """Where it stands. `down`: why it can serve nothing."""
         self._settle()
-        return DutyReport(
+        return RoleReport(
             name=self._name,
             role=self._role,
             becomes=self._becomes,
@@ -117,10 +118,10 @@ class Duty:
             down=down,
         )
 
-    def _left(self) -> dict[Work, int]:
+    def _left(self) -> dict[WorkKind, int]:
         """What is still here of what the new role does not take."""
         new = self._becomes or self._role
-        unwanted = self._role.takes - new.takes
+        unwanted = self._role.admits - new.admits
         return {work: self._ongoing[work] for work in sorted(unwanted) if self._ongoing[work]}
 
     def _settle(self) -> None:
@@ -134,10 +135,10 @@ class Duty:
             self._becomes = None
 
 
-def counted(left: dict[Work, int]) -> str:
+def counted(left: dict[WorkKind, int]) -> str:
     """``3 requests``, ``1 prompt and 2 requests``."""
     return " and ".join(f"{count} {work}{'' if count == 1 else 's'}" for work, count in left.items())
 
 
-def _listed(takes: frozenset[Work]) -> str:
-    return " and ".join(f"{work}s" for work in sorted(takes)) or "nothing new"
+def _listed(admits: frozenset[WorkKind]) -> str:
+    return " and ".join(f"{work}s" for work in sorted(admits)) or "nothing new"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from actors.wire.rank_config import RankReport
 from cluster.nodes.discover import discover
 from cluster.replica.launch import rank_reports
-from cluster.replica.roles import DutyReport
+from cluster.replica.roles import RoleReport
 from cluster.replica.settings import ReplicaSettings
 from placement.cost.crossings import crossing_lines, link_loads
 from placement.cost.step_shape import StepShape
@@ -69,17 +69,17 @@ class ClusterState(BaseModel):
 
 
 def cluster_state(
-    details: dict[str, Any], name: str, node_names: dict[str, str], duties: Sequence[DutyReport] = ()
+    details: dict[str, Any], name: str, node_names: dict[str, str], role_reports: Sequence[RoleReport] = ()
 ) -> ClusterState:
     """The state of the application `name`, of Serve's details (``ServeInstanceDetails``) and of what the ranks report.
 
-    `duties`: what its replicas take, where that is known.
+    `role_reports`: what its replicas take, where that is known.
     """
     application = details.get("applications", {}).get(name)
     if application is None:
         others = ", ".join(sorted(details.get("applications", {})))
         return ClusterState(application="NOT_STARTED", message=f"there is no {name}, but {others}" if others else "")
-    reports, roles = rank_reports(), {each.name: str(each) for each in duties}
+    reports, roles = rank_reports(), {each.name: str(each) for each in role_reports}
     return ClusterState(
         application=application["status"],
         message=application.get("message") or "",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from actors.wire.roles import Role
-from cluster.replica.roles import DutyReport, counted
+from cluster.replica.roles import RoleReport, counted
 from serve_app.commands.joining import joined
 from serve_app.deployment.applications import chosen
 
@@ -31,14 +31,14 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
         from cluster.replica.status import serve_details
 
         told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
-    if isinstance(told, DutyReport):
+    if isinstance(told, RoleReport):
         typer.echo(told.model_dump_json() if as_json else f"replica {told.name} is {told.role}")
-    if not isinstance(told, DutyReport) or told.role != becomes:
-        print(f"error: {told.gave_up if isinstance(told, DutyReport) else told}", file=sys.stderr)
+    if not isinstance(told, RoleReport) or told.role != becomes:
+        print(f"error: {told.gave_up if isinstance(told, RoleReport) else told}", file=sys.stderr)
         raise SystemExit(1)
 
 
-def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> DutyReport | str:
+def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> RoleReport | str:
     """How the replica stands in the end, or why it is not there, or may not change."""
     from ray.serve.exceptions import RayServeException
 
@@ -46,9 +46,9 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
         ingress = _ingress(name)
     except RayServeException as error:
         return f"nothing is served on this cluster: {error}"
-    told: DutyReport | str = _call(ingress, "change_role", replica, becomes, within_s)
+    told: RoleReport | str = _call(ingress, "change_role", replica, becomes, within_s)
     ends, said = time.monotonic() + within_s + _ANSWER_S, ""
-    while isinstance(told, DutyReport) and told.becomes is not None and time.monotonic() < ends:
+    while isinstance(told, RoleReport) and told.becomes is not None and time.monotonic() < ends:
         waits = f"replica {told.name} finishes {counted(told.waits_for)}, and takes no more such; {told.left_s:.0f} s are left"
         if not quiet and counted(told.waits_for) != said:
             said = counted(told.waits_for)
@@ -58,14 +58,14 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
     return told
 
 
-def duties(name: str) -> list[DutyReport]:
+def role_reports(name: str) -> list[RoleReport]:
     """What each replica of the pools of the application `name` takes, on the connected cluster; none, where that cannot be told
     now."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
-        found: list[DutyReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
+        found: list[RoleReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
     except (RayError, RayServeException, TimeoutError):  # status is for when things go wrong, too
         return []
     return found

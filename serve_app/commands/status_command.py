@@ -28,13 +28,13 @@ def _state(address: str | None, asked: str | None) -> ClusterState:
     with joined(address):
         from cluster.nodes.discover import best_device, discover
         from cluster.replica.status import cluster_state, serve_details
-        from serve_app.commands.role_command import duties
+        from serve_app.commands.role_command import role_reports
 
         names = {node.id: node.name for node in discover(best_device()).nodes}
         details = serve_details()
         name = chosen(details, asked)
         runs = details.get("applications", {}).get(name, {}).get("status") == "RUNNING"
-        return cluster_state(details, name, names, duties(name) if runs else ())
+        return cluster_state(details, name, names, role_reports(name) if runs else ())
 
 
 def _lines(state: ClusterState) -> Iterator[str]:

@@ -18,8 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, SamplingParams
-from actors.wire.roles import Role, Work
-from cluster.replica.roles import DutyReport
+from actors.wire.roles import Role, WorkKind
+from cluster.replica.roles import RoleReport
 from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.handle_backend import Choice, HandleBackend
@@ -67,9 +67,9 @@ class PooledBackend(HandleBackend):
         """Healthy while a replica that takes requests is, and prompts are handed off or need not be."""
         self._watching()
         await self._roster.refresh()
-        able = self._roster.able(Work.REQUEST)
+        able = self._roster.able(WorkKind.REQUEST)
         if not able:
-            downs = [each.told.down for each in self._roster if each.told.down and Work.REQUEST in each.told.takes]
+            downs = [each.told.down for each in self._roster if each.told.down and WorkKind.REQUEST in each.told.admits]
             return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
         failure = self._rendezvous.failure
         ok = self._rendezvous.is_tried and not (failure and self._requires)
@@ -79,14 +79,14 @@ class PooledBackend(HandleBackend):
         """Whether prompts are handed off."""
         return self._rendezvous.gauges()
 
-    async def roles(self) -> list[DutyReport]:
+    async def roles(self) -> list[RoleReport]:
         """What every replica takes."""
         await self._roster.refresh()
         return [member.told for member in self._roster]
 
-    async def change_role(self, replica: str, role: Role, within_s: float) -> DutyReport:
+    async def change_role(self, replica: str, role: Role, within_s: float) -> RoleReport:
         """See `role_change.change_role`. Raises `RoleRefused`."""
-        needed = (Work.REQUEST, Work.PROMPT) if self._requires else (Work.REQUEST,)
+        needed = (WorkKind.REQUEST, WorkKind.PROMPT) if self._requires else (WorkKind.REQUEST,)
         return await role_change.change_role(self._roster, replica, role, within_s, needed)
 
     async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
@@ -95,13 +95,13 @@ class PooledBackend(HandleBackend):
             await self._roster.refresh()
         if self._requires and self._rendezvous.failure:
             raise BackendRefused("engine_down", f"prompts are not handed off: {self._rendezvous.failure}")
-        member = self._roster.least_busy(self._roster.able(Work.REQUEST, refused_by))
+        member = self._roster.least_busy(self._roster.able(WorkKind.REQUEST, refused_by))
         if member is not None:
             return self._by(member, request, self._rendezvous.heard)
-        stand_in = self._roster.least_busy(self._roster.able(Work.PROMPT, refused_by))
-        if stand_in is not None:
+        fallback = self._roster.least_busy(self._roster.able(WorkKind.PROMPT, refused_by))
+        if fallback is not None:
             return PooledChoice(
-                self._roster.generate(stand_in), request, {"at": stand_in.name, "stands_in": True}, stand_in.name
+                self._roster.generate(fallback), request, {"at": fallback.name, "is_fallback": True}, fallback.name
             )
         return PooledChoice(self._generate, request, {"avoid": tuple(refused_by)})
 
@@ -131,7 +131,7 @@ class PooledBackend(HandleBackend):
     async def _look(self) -> str | None:
         """See `Rendezvous.keep_true`. At first a pool may still be starting."""
         await self._roster.refresh()
-        if not self._roster.able(Work.REQUEST):
+        if not self._roster.able(WorkKind.REQUEST):
             return None
         self._known_at = self._known_at or time.monotonic()
         if self._pair() is not None:
@@ -141,7 +141,7 @@ class PooledBackend(HandleBackend):
 
     def _pair(self) -> Member | None:
         """A replica that takes requests while another one takes prompts."""
-        able = self._roster.able(Work.REQUEST)
+        able = self._roster.able(WorkKind.REQUEST)
         return next((each for each in able if self._roster.able_for(each.name)), None)
 
     async def _attempt(self) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.wire.roles import Role, Work
-from cluster.replica.roles import DutyReport
+from actors.wire.roles import Role, WorkKind
+from cluster.replica.roles import RoleReport
 from serve_app.routing.asking import ask_all
 
 _FRESH_S = 0.2
@@ -26,7 +26,7 @@ class Member:
     """One replica: its pool's name, and what it told."""
 
     pool: str
-    told: DutyReport
+    told: RoleReport
 
     @property
     def name(self) -> str:
@@ -57,19 +57,19 @@ class Roster:
         async with self._asking:
             if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
                 return
-            answers = await asyncio.gather(*(ask_all(handle, "duty") for handle in self.pools.values()))
+            answers = await asyncio.gather(*(ask_all(handle, "role_report") for handle in self.pools.values()))
             self._asked_at = time.monotonic()
             for pool, told in zip(self.pools, answers, strict=True):
                 if not any(isinstance(each, TimeoutError) for each in told):
-                    self._replace(pool, [each for each in told if isinstance(each, DutyReport)])
+                    self._replace(pool, [each for each in told if isinstance(each, RoleReport)])
 
-    def _replace(self, pool: str, told: list[DutyReport]) -> None:
+    def _replace(self, pool: str, told: list[RoleReport]) -> None:
         others = {name: member for name, member in self._members.items() if member.pool != pool}
         self._members = others | {each.name: Member(pool, each) for each in told}
 
-    def able(self, work: Work, avoid: Collection[str] = ()) -> list[Member]:
+    def able(self, work: WorkKind, avoid: Collection[str] = ()) -> list[Member]:
         """Those that take such work now, and are well."""
-        return [each for each in self if work in each.told.takes and each.told.down is None and each.name not in avoid]
+        return [each for each in self if work in each.told.admits and each.told.down is None and each.name not in avoid]
 
     def able_for(self, name: str, avoid: Collection[str] = ()) -> list[Member]:
         """Those that can compute prompts of which the replica `name` decodes.
@@ -77,7 +77,7 @@ class Roster:
         A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
         there; round a circle of replicas that are full, they would wait for each other until their leases are over.
         """
-        able, own = self.able(Work.PROMPT, [name, *avoid]), self._members.get(name)
+        able, own = self.able(WorkKind.PROMPT, [name, *avoid]), self._members.get(name)
         if own is None or own.told.role is not Role.MIXED:
             return able
         return [each for each in able if each.told.role is Role.PREFILL or each.name > name]

@@ -171,7 +171,7 @@ async def test_without_a_decode_pool_the_prefill_pool_does_everything(is_there: 
         events = [event async for event in backend.generate(REQUEST.model_copy(update={"reserves": False}))]
     assert [event.tokens for event in events] == [[3]]
     [(asked, how)] = [each for each in prefill.asked if each[0].request_id == "r"]
-    assert (asked.reserves, asked.ticket, how) == (False, None, {"at": "b", "stands_in": True})
+    assert (asked.reserves, asked.ticket, how) == (False, None, {"at": "b", "is_fallback": True})
     sender.close()
 
 

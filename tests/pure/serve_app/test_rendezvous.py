@@ -11,7 +11,7 @@ import pytest
 from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
-from actors.wire.roles import Role, Work
+from actors.wire.roles import Role, WorkKind
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing import rendezvous
 from serve_app.routing.backend import BackendRefused, Health
@@ -133,7 +133,7 @@ async def test_prefill_fails_on_the_third_of_ten_and_then_altogether(require_pre
             both.fault = "it raised" if number == 2 else None
             assert await asyncio.wait_for(both.ask(), WAIT_S) == [7]
         assert (await both.backend.health()).reason == ""
-        both.prefill.duties.clear()
+        both.prefill.replica_roles.clear()
         found = await both.until(lambda found: bool(found.reason))
         assert found == Health(not require_prefill, "prompts are not handed off: no other replica takes prompts", 1)
         asked = len(both.prefill.asked)
@@ -156,7 +156,7 @@ async def test_a_fault_of_one_prompt_calls_for_a_trial_at_once() -> None:
 
 async def test_a_prefill_pool_that_never_comes_is_a_verdict() -> None:
     async with pair(wait_s=0.1) as both:
-        both.prefill.duties.clear()
+        both.prefill.replica_roles.clear()
         await asyncio.wait_for(both.backend.started(), WAIT_S)
         assert await both.backend.health() == Health(True, "prompts are not handed off: no other replica takes prompts", 1)
 
@@ -166,24 +166,24 @@ async def test_the_last_replica_that_takes_requests_keeps_its_role() -> None:
         roster = Roster({ENGINE: both.decode, PREFILL: both.prefill})  # type: ignore[dict-item]
         said = r"if replica a became prefill, 0 of 2 replicas would take requests: the others are b \(prefill\)"
         with pytest.raises(RoleRefused, match=said):
-            await change_role(roster, "a", Role.PREFILL, 9.0, [Work.REQUEST])
+            await change_role(roster, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])
         with pytest.raises(RoleRefused, match=r"no replica 'c'; there are a \(decode\), b \(prefill\)"):
-            await change_role(roster, "c", Role.MIXED, 9.0, [Work.REQUEST])
-        assert (await change_role(roster, "b", Role.MIXED, 9.0, [Work.REQUEST])).role is Role.MIXED
-        assert (await change_role(roster, "a", Role.PREFILL, 9.0, [Work.REQUEST])).role is Role.PREFILL
+            await change_role(roster, "c", Role.MIXED, 9.0, [WorkKind.REQUEST])
+        assert (await change_role(roster, "b", Role.MIXED, 9.0, [WorkKind.REQUEST])).role is Role.MIXED
+        assert (await change_role(roster, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])).role is Role.PREFILL
         with pytest.raises(RoleRefused, match="0 of 2 replicas would take requests"):
-            await change_role(roster, "b", Role.PREFILL, 9.0, [Work.REQUEST])
+            await change_role(roster, "b", Role.PREFILL, 9.0, [WorkKind.REQUEST])
 
 
 async def test_of_two_changes_at_once_that_leave_nobody_none_happens() -> None:
     """Each alone would do; the second is seen by the first when both are under way, and the other way round."""
     async with pair() as both:
-        both.prefill.duties["b"].change(Role.DECODE, 9.0)
+        both.prefill.replica_roles["b"].change(Role.DECODE, 9.0)
         pools = {ENGINE: both.decode, PREFILL: both.prefill}
         for handle, name in ((both.decode, "a"), (both.prefill, "b")):
-            handle.duties[name].enter(Work.REQUEST)
-        changes = [change_role(Roster(pools), name, Role.PREFILL, 9.0, [Work.REQUEST]) for name in "ab"]  # type: ignore[arg-type]
+            handle.replica_roles[name].admit(WorkKind.REQUEST)
+        changes = [change_role(Roster(pools), name, Role.PREFILL, 9.0, [WorkKind.REQUEST]) for name in "ab"]  # type: ignore[arg-type]
         found = await asyncio.gather(*changes, return_exceptions=True)
         assert any(isinstance(each, RoleRefused) for each in found)
-        reports = [handle.duties[name].report() for handle, name in ((both.decode, "a"), (both.prefill, "b"))]
-        assert any(Work.REQUEST in each.takes for each in reports)
+        reports = [handle.replica_roles[name].report() for handle, name in ((both.decode, "a"), (both.prefill, "b"))]
+        assert any(WorkKind.REQUEST in each.admits for each in reports)
