@@ -32,7 +32,7 @@ class Handle:
     def remote(self, packed: bytes, reply_to: bytes, **how: Any) -> asyncio.Task[Any]:
         request = GenerateRequest.unpack(packed)
         self.asked.append((request, how))
-        name = how.get("at") or next(iter(self.replica_roles), "")
+        name = how.get("preferred_replica") or next(iter(self.replica_roles), "")
         self.calls.append(asyncio.ensure_future(self.answer(request, ReplyTo.unpack(reply_to), name)))
         return self.calls[-1]
 

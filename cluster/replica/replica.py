@@ -71,9 +71,9 @@ class Replica:
         self,
         packed: bytes,
         reply_to: bytes,
-        avoid: Collection[str] = (),
-        at: str = "",
-        elsewhere: int = 0,
+        excluded_replicas: Collection[str] = (),
+        preferred_replica: str = "",
+        least_prefill_load: int = 0,
         is_fallback: bool = False,
     ) -> bytes | None:
         """Run one packed request; its events go to the packed `reply_to`, an empty one at once. Returns when the last one is
@@ -82,12 +82,12 @@ class Replica:
         A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
         The last event of a prompt that was not handed off is returned as well as sent.
 
-        `avoid` names replicas that refused it, `at` that which shall have it; routers read them, nothing here. `elsewhere`:
+        `excluded_replicas` names replicas that refused it, `preferred_replica` that which shall have it; routers read them, nothing here. `least_prefill_load`:
         what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more
         to do itself. `is_fallback`: see `ReplicaRole.admit`.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
-        work, is_busier = WorkKind.of(request), self._role.ongoing > elsewhere
+        work, is_busier = WorkKind.of(request), self._role.ongoing > least_prefill_load
         try:
             self._role.admit(work, is_fallback)
         except RequestRefused as refusal:

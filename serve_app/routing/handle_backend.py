@@ -74,7 +74,7 @@ class HandleBackend:
 
     async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
         """Who is asked after those that have refused. Raises `BackendRefused` where nobody shall be."""
-        return Choice(self._generate, request, {"avoid": tuple(refused_by)})
+        return Choice(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
     def _giving(self, choice: Choice) -> AbstractContextManager[None]:
         """For as long as a replica has a request."""

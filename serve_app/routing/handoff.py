@@ -31,15 +31,15 @@ class PrefillReplicas:
         """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
         it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
-        avoid: list[str] = []
-        while (member := self._roster.least_busy(self._roster.able_for(by, avoid))) is not None:
+        excluded: list[str] = []
+        while (member := self._roster.least_busy(self._roster.able_for(by, excluded))) is not None:
             last = await self._ask(asked, member)
             if last is None:
                 ended(None)
                 return
             if last.refused not in _ASK_ANOTHER:
                 break
-            avoid += [member.name, last.refused_by or ""]
+            excluded += [member.name, last.refused_by or ""]
         else:
             last = _nobody(asked)
         if last.refused is not None or last.finish == "error":  # of an end that is none of these, the replica has told
@@ -53,7 +53,7 @@ class PrefillReplicas:
         generate = self._roster.generate(member)
         with self._roster.giving(member.name):
             # In a context of its own: see `HandleBackend`.
-            call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, at=member.name)
+            call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, preferred_replica=member.name)
             try:
                 last = await call
             except LOST as error:

@@ -33,7 +33,7 @@ _TRIAL_S = 20.0
 _TRIAL_PROMPT = [0] * 16
 """As long as a prompt must be to be handed off."""
 _FROM_ANY = -1
-"""As `elsewhere`: whatever a replica has to do itself, somebody else computes the prompt."""
+"""As `least_prefill_load`: whatever a replica has to do itself, somebody else computes the prompt."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,19 @@ class PooledBackend(HandleBackend):
         fallback = self._roster.least_busy(self._roster.able(WorkKind.PROMPT, refused_by))
         if fallback is not None:
             return PooledChoice(
-                self._roster.generate(fallback), request, {"at": fallback.name, "is_fallback": True}, fallback.name
+                self._roster.generate(fallback),
+                request,
+                {"preferred_replica": fallback.name, "is_fallback": True},
+                fallback.name,
             )
-        return PooledChoice(self._generate, request, {"avoid": tuple(refused_by)})
+        return PooledChoice(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
     def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledChoice:
         """A replica that answers, and has its prompt computed by another where there is one and it pays."""
         others = [self._roster.load(each) for each in self._roster.able_for(member.name)]
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
-        how = {"at": member.name, "elsewhere": min(others, default=0)}
+        how = {"preferred_replica": member.name, "least_prefill_load": min(others, default=0)}
         return PooledChoice(self._roster.generate(member), request, how, member.name, ended)
 
     def _giving(self, choice: Choice) -> AbstractContextManager[None]:
@@ -155,7 +158,9 @@ class PooledBackend(HandleBackend):
             request_id=f"trial-{name}", prompt=_TRIAL_PROMPT, max_tokens=2, sampling=sampling, cache_salt=name
         )
         choice = self._by(member, request, lambda failure: None if ended.done() else ended.set_result(failure))
-        choice = PooledChoice(choice.generate, choice.request, {**choice.how, "elsewhere": _FROM_ANY}, choice.at, choice.ended)
+        choice = PooledChoice(
+            choice.generate, choice.request, {**choice.how, "least_prefill_load": _FROM_ANY}, choice.at, choice.ended
+        )
         try:
             async with asyncio.timeout(_TRIAL_S):
                 return await self._error_of(choice) or await ended or ""

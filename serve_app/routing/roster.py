@@ -67,17 +67,17 @@ class Roster:
         others = {name: member for name, member in self._members.items() if member.pool != pool}
         self._members = others | {each.name: Member(pool, each) for each in told}
 
-    def able(self, work: WorkKind, avoid: Collection[str] = ()) -> list[Member]:
+    def able(self, work: WorkKind, excluded: Collection[str] = ()) -> list[Member]:
         """Those that take such work now, and are well."""
-        return [each for each in self if work in each.told.admits and each.told.down is None and each.name not in avoid]
+        return [each for each in self if work in each.told.admits and each.told.down is None and each.name not in excluded]
 
-    def able_for(self, name: str, avoid: Collection[str] = ()) -> list[Member]:
+    def able_for(self, name: str, excluded: Collection[str] = ()) -> list[Member]:
         """Those that can compute prompts of which the replica `name` decodes.
 
         A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
         there; round a circle of replicas that are full, they would wait for each other until their leases are over.
         """
-        able, own = self.able(WorkKind.PROMPT, [name, *avoid]), self._members.get(name)
+        able, own = self.able(WorkKind.PROMPT, [name, *excluded]), self._members.get(name)
         if own is None or own.told.role is not Role.MIXED:
             return able
         return [each for each in able if each.told.role is Role.PREFILL or each.name > name]

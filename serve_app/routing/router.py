@@ -13,10 +13,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class EngineRouter(RequestRouter):
-    """Counts what this process has sent. Replicas to avoid are in the call's ``avoid``, the one to take is in ``at`` (see
+    """Counts what this process has sent. Replicas to avoid are in the call's ``excluded_replicas``, the one to take is in ``preferred_replica`` (see
     `serve_app.routing.handle_backend` and `serve_app.routing.pooled_backend`).
 
-    A replica that is making its ranks anew refuses at once, so it always has fewest requests: without `avoid`, it would be
+    A replica that is making its ranks anew refuses at once, so it always has fewest requests: without `excluded_replicas`, it would be
     asked again and again while another could serve.
     """
 
@@ -29,11 +29,13 @@ class EngineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The replicas with fewest requests, of which Serve takes one."""
         asked = {} if pending_request is None else pending_request.kwargs
-        named = [each for each in candidate_replicas if each.replica_id.unique_id == asked.get("at")]
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == asked.get("preferred_replica")]
         if named:
             return [named]
-        avoid = asked.get("avoid", ())
-        willing = [each for each in candidate_replicas if each.replica_id.unique_id not in avoid] or candidate_replicas
+        excluded_replicas = asked.get("excluded_replicas", ())
+        willing = [
+            each for each in candidate_replicas if each.replica_id.unique_id not in excluded_replicas
+        ] or candidate_replicas
         fewest = min((self._ongoing[each.replica_id] for each in willing), default=0)
         return [[each for each in willing if self._ongoing[each.replica_id] == fewest]]
 

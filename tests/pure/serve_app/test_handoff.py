@@ -58,7 +58,7 @@ def refusal(request: GenerateRequest, code: str, name: str) -> bytes:
 
 
 async def test_the_prefill_replica_gets_the_request_under_the_tickets_name() -> None:
-    async def takes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def takes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         return None
 
     async with decode_side() as (ticket, said):
@@ -71,19 +71,19 @@ async def test_the_prefill_replica_gets_the_request_under_the_tickets_name() -> 
 
 @pytest.mark.parametrize("code", ["engine_down", "wrong_role"])
 async def test_a_replica_that_refuses_is_passed_over_and_the_last_refusal_is_told(code: str) -> None:
-    async def refuses(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
-        return refusal(request, code, at)
+    async def refuses(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
+        return refusal(request, code, replica)
 
     async with decode_side() as (ticket, said):
         handle = Handle(refuses, one=Role.PREFILL, two=Role.MIXED, three=Role.DECODE)
         assert await run_handoff(handle, ticket) == ["no other replica takes prompts"]
-        assert {how["at"] for _, how in handle.asked} == {"one", "two"}
+        assert {how["preferred_replica"] for _, how in handle.asked} == {"one", "two"}
         event = await asyncio.wait_for(said.get(), WAIT_S)
         assert (event.request_id, event.refused) == ("r~0", "engine_down")  # so nobody writes into the blocks
 
 
 async def test_a_replica_that_dies_is_told_of_as_one_that_may_still_write() -> None:
-    async def dies(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def dies(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         raise RayActorError()
 
     async with decode_side() as (ticket, said):
@@ -96,7 +96,7 @@ async def test_a_replica_that_dies_is_told_of_as_one_that_may_still_write() -> N
 async def test_what_a_replica_has_told_itself_is_not_told_again() -> None:
     """It stopped writing, and says why: the ingress learns of the fault, the decode side has."""
 
-    async def fails(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
+    async def fails(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
         return TokenEvent(request_id=request.request_id, finish="abort", error="model digests differ: a and b").pack()
 
     async with decode_side() as (ticket, said):
@@ -105,7 +105,7 @@ async def test_what_a_replica_has_told_itself_is_not_told_again() -> None:
 
 
 async def test_a_request_that_ends_gives_its_prompt_up() -> None:
-    async def computes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def computes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         await asyncio.sleep(WAIT_S)
 
     async with decode_side() as (ticket, said):
@@ -128,7 +128,7 @@ async def _reached(sender: TokenSender, to: ReplyTo) -> None:
 async def test_tokens_come_from_the_decode_side_and_tickets_go_to_the_other(max_tokens: int) -> None:
     sender = TokenSender()
 
-    async def decodes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def decodes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         await _reached(sender, to)
         name, events = request.request_id, list[TokenEvent]()
         if request.reserves:
@@ -139,7 +139,7 @@ async def test_tokens_come_from_the_decode_side_and_tickets_go_to_the_other(max_
             sender.flush()
             await asyncio.sleep(0.02)  # a step
 
-    async def computes(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def computes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         return None
 
     async with decode_side() as (ticket, _):
@@ -158,10 +158,10 @@ async def test_tokens_come_from_the_decode_side_and_tickets_go_to_the_other(max_
 async def test_without_a_decode_pool_the_prefill_pool_does_everything(is_there: bool) -> None:
     sender = TokenSender()
 
-    async def down(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
+    async def down(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
         return refusal(request, "engine_down", "decode")
 
-    async def serves(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def serves(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         await _reached(sender, to)
         sender.send(to, TokenEvent(request_id=request.request_id, tokens=[3], finish="length"))
         sender.flush()
@@ -171,20 +171,25 @@ async def test_without_a_decode_pool_the_prefill_pool_does_everything(is_there: 
         events = [event async for event in backend.generate(REQUEST.model_copy(update={"reserves": False}))]
     assert [event.tokens for event in events] == [[3]]
     [(asked, how)] = [each for each in prefill.asked if each[0].request_id == "r"]
-    assert (asked.reserves, asked.ticket, how) == (False, None, {"at": "b", "is_fallback": True})
+    assert (asked.reserves, asked.ticket, how) == (False, None, {"preferred_replica": "b", "is_fallback": True})
     sender.close()
 
 
 async def test_every_other_replica_is_asked_before_a_request_is_refused() -> None:
-    async def refuses(request: GenerateRequest, to: ReplyTo, at: str) -> bytes:
-        return refusal(request, "wrong_role", at)
+    async def refuses(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
+        return refusal(request, "wrong_role", replica)
 
     decode, prefill = Handle(refuses, a=Role.DECODE, b=Role.MIXED), Handle(refuses, c=Role.PREFILL)
     async with backend_over(decode, prefill) as backend:
         with pytest.raises(BackendRefused) as refused:
             await anext(backend.generate(REQUEST))
     assert refused.value.code == "engine_down"
-    assert {how.get("at") for asked, how in decode.asked + prefill.asked if asked.request_id == "r"} == {"a", "b", "c", None}
+    assert {how.get("preferred_replica") for asked, how in decode.asked + prefill.asked if asked.request_id == "r"} == {
+        "a",
+        "b",
+        "c",
+        None,
+    }
 
 
 @settings(deadline=None, max_examples=50)
@@ -206,12 +211,12 @@ def test_no_replica_waits_for_itself_by_way_of_others(roles: dict[str, Role]) ->
     assert all(asks[one] >= {other} for one, other in pairwise(mixed))
 
 
-@pytest.mark.parametrize(("others", "elsewhere"), [({"b": 3, "c": 2}, 2), ({"b": 0, "c": 2}, 0), ({}, None)])
-async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, int], elsewhere: int | None) -> None:
+@pytest.mark.parametrize(("others", "least_prefill_load"), [({"b": 3, "c": 2}, 2), ({"b": 0, "c": 2}, 0), ({}, None)])
+async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, int], least_prefill_load: int | None) -> None:
     """By which a mixed replica knows whether to hand off its prompt; where there is no other, there is nobody to do so."""
     asked = asyncio.Event()
 
-    async def waits(request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def waits(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         if request.request_id == "r":
             asked.set()
         await asyncio.sleep(WAIT_S)
@@ -225,7 +230,7 @@ async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, in
         await asyncio.wait_for(asked.wait(), WAIT_S)
         running.cancel()
     [(request, how)] = [each for each in mixed.asked if each[0].request_id == "r"]
-    assert (request.reserves, how["elsewhere"] if others else None) == (bool(others), elsewhere)
+    assert (request.reserves, how["least_prefill_load"] if others else None) == (bool(others), least_prefill_load)
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ class Pair:
         pools = {ENGINE: self.decode, PREFILL: self.prefill}
         self.backend = PooledBackend(pools, wait_s, require_prefill)  # type: ignore[arg-type]
 
-    async def _decode(self, request: GenerateRequest, to: ReplyTo, at: str) -> None:
+    async def _decode(self, request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         while not self._sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for
             await asyncio.sleep(0.001)
         name = request.request_id
@@ -52,7 +52,7 @@ class Pair:
             await self._told[ticket.ticket_id].wait()
         self._send(to, TokenEvent(request_id=name, tokens=[7], finish="length"))
 
-    async def _prefill(self, request: GenerateRequest, to: ReplyTo, at: str) -> bytes | None:
+    async def _prefill(self, request: GenerateRequest, to: ReplyTo, replica: str) -> bytes | None:
         self._told[request.request_id].set()
         if self.fault is None:
             return None
@@ -101,8 +101,8 @@ async def test_nothing_is_ready_before_a_prompt_was_handed_off() -> None:
         assert await both.backend.health() == Health(True, "", 1)
         assert both.backend.gauges() == {"handoff_works": 1.0}
         [(asked, how)] = both.prefill.asked
-        assert (asked.ticket.ticket_id, how["at"]) == (asked.request_id, "b")
-        assert both.decode.asked[0][1]["elsewhere"] < 0  # a mixed replica would have it computed elsewhere, too
+        assert (asked.ticket.ticket_id, how["preferred_replica"]) == (asked.request_id, "b")
+        assert both.decode.asked[0][1]["least_prefill_load"] < 0  # a mixed replica would have it computed elsewhere, too
 
 
 @pytest.mark.parametrize("require_prefill", [False, True])
