@@ -34,16 +34,16 @@ _SENT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Who is asked next, and for what. `generate`: a handle's method; `how`: what the replica and the router are told besides.
+class Route:
+    """Who is asked next, and for what. `generate`: a handle's method; `hints`: what the replica and the router are told besides.
 
-    `at`: the replica that was chosen; empty where the router chooses.
+    `replica`: the one that was chosen; empty where the router chooses.
     """
 
     generate: Any
     request: GenerateRequest
-    how: Mapping[str, object] = field(default_factory=dict)
-    at: str = ""
+    hints: Mapping[str, object] = field(default_factory=dict)
+    replica: str = ""
 
 
 class HandleBackend:
@@ -72,30 +72,30 @@ class HandleBackend:
                     raise
                 refused_by.append(refused.replica)
 
-    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
+    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Route:
         """Who is asked after those that have refused. Raises `BackendRefused` where nobody shall be."""
-        return Choice(self._generate, request, {"excluded_replicas": tuple(refused_by)})
+        return Route(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
-    def _giving(self, choice: Choice) -> AbstractContextManager[None]:
+    def _giving(self, route: Route) -> AbstractContextManager[None]:
         """For as long as a replica has a request."""
         return nullcontext()
 
-    def _run_handoff(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+    def _run_handoff(self, route: Route, ticket: KVTicket) -> Coroutine[Any, Any, None]:
         """Have a prompt computed by somebody else than the replica that has given the ticket."""
         raise AssertionError(f"a replica of the only pool gave the ticket {ticket.ticket_id}")
 
-    async def _ask(self, choice: Choice) -> AsyncGenerator[TokenEvent, None]:
-        with self._giving(choice):
-            async with aclosing(self._events(choice)) as events:
+    async def _ask(self, route: Route) -> AsyncGenerator[TokenEvent, None]:
+        with self._giving(route):
+            async with aclosing(self._events(route)) as events:
                 async for event in events:
                     yield event
 
-    async def _events(self, choice: Choice) -> AsyncGenerator[TokenEvent, None]:
-        receiver, request = self._listening(), choice.request
+    async def _events(self, route: Route) -> AsyncGenerator[TokenEvent, None]:
+        receiver, request = self._listening(), route.request
         events = receiver.open(request.request_id)
         # In a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
         # by id loses all but one of those that wait at once (a request for several choices makes several calls).
-        call = Context().run(choice.generate.remote, request.pack(), receiver.reply_to.pack(), **choice.how)
+        call = Context().run(route.generate.remote, request.pack(), receiver.reply_to.pack(), **route.hints)
         watch = asyncio.create_task(_watch(call, request, events))
         handoff: asyncio.Task[None] | None = None
         finished = False
@@ -107,7 +107,7 @@ class HandleBackend:
                 if event.refused is not None:
                     raise _refusal(event)
                 if event.ticket is not None:
-                    handoff = asyncio.create_task(self._run_handoff(choice, event.ticket))
+                    handoff = asyncio.create_task(self._run_handoff(route, event.ticket))
                 else:
                     yield event
                 event = None

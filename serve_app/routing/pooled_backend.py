@@ -22,7 +22,7 @@ from actors.wire.roles import Role, WorkKind
 from cluster.replica.roles import RoleReport
 from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
-from serve_app.routing.handle_backend import Choice, HandleBackend
+from serve_app.routing.handle_backend import HandleBackend, Route
 from serve_app.routing.handoff import PrefillReplicas
 from serve_app.routing.rendezvous import Rendezvous
 from serve_app.routing.roster import Member, Roster
@@ -37,7 +37,7 @@ _FROM_ANY = -1
 
 
 @dataclass(frozen=True)
-class PooledChoice(Choice):
+class PooledRoute(Route):
     """`ended` is told how the hand-off of the prompt ended, if there was one."""
 
     ended: Callable[[str | None], None] = lambda failure: None
@@ -89,7 +89,7 @@ class PooledBackend(HandleBackend):
         needed = (WorkKind.REQUEST, WorkKind.PROMPT) if self._requires else (WorkKind.REQUEST,)
         return await role_change.change_role(self._roster, replica, role, within_s, needed)
 
-    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Choice:
+    async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Route:
         self._watching()
         if refused_by or not self._roster.is_known:
             await self._roster.refresh()
@@ -100,28 +100,28 @@ class PooledBackend(HandleBackend):
             return self._by(member, request, self._rendezvous.heard)
         fallback = self._roster.least_busy(self._roster.able(WorkKind.PROMPT, refused_by))
         if fallback is not None:
-            return PooledChoice(
+            return PooledRoute(
                 self._roster.generate(fallback),
                 request,
                 {"preferred_replica": fallback.name, "is_fallback": True},
                 fallback.name,
             )
-        return PooledChoice(self._generate, request, {"excluded_replicas": tuple(refused_by)})
+        return PooledRoute(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
-    def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledChoice:
+    def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledRoute:
         """A replica that answers, and has its prompt computed by another where there is one and it pays."""
         others = [self._roster.load(each) for each in self._roster.able_for(member.name)]
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
-        how = {"preferred_replica": member.name, "least_prefill_load": min(others, default=0)}
-        return PooledChoice(self._roster.generate(member), request, how, member.name, ended)
+        hints = {"preferred_replica": member.name, "least_prefill_load": min(others, default=0)}
+        return PooledRoute(self._roster.generate(member), request, hints, member.name, ended)
 
-    def _giving(self, choice: Choice) -> AbstractContextManager[None]:
-        return self._roster.giving(choice.at)
+    def _giving(self, route: Route) -> AbstractContextManager[None]:
+        return self._roster.giving(route.replica)
 
-    def _run_handoff(self, choice: Choice, ticket: KVTicket) -> Coroutine[Any, Any, None]:
-        assert isinstance(choice, PooledChoice)
-        return self._prefill.run(choice.request, ticket, choice.at, choice.ended)
+    def _run_handoff(self, route: Route, ticket: KVTicket) -> Coroutine[Any, Any, None]:
+        assert isinstance(route, PooledRoute)
+        return self._prefill.run(route.request, ticket, route.replica, route.ended)
 
     def _pools(self) -> Sequence[DeploymentHandle[Any]]:
         return list(self._roster.pools.values())
@@ -157,19 +157,19 @@ class PooledBackend(HandleBackend):
         request = GenerateRequest(
             request_id=f"trial-{name}", prompt=_TRIAL_PROMPT, max_tokens=2, sampling=sampling, cache_salt=name
         )
-        choice = self._by(member, request, lambda failure: None if ended.done() else ended.set_result(failure))
-        choice = PooledChoice(
-            choice.generate, choice.request, {**choice.how, "least_prefill_load": _FROM_ANY}, choice.at, choice.ended
+        route = self._by(member, request, lambda failure: None if ended.done() else ended.set_result(failure))
+        route = PooledRoute(
+            route.generate, route.request, {**route.hints, "least_prefill_load": _FROM_ANY}, route.replica, route.ended
         )
         try:
             async with asyncio.timeout(_TRIAL_S):
-                return await self._error_of(choice) or await ended or ""
+                return await self._error_of(route) or await ended or ""
         except BackendRefused as refused:
             return refused.message
         except TimeoutError:
             return f"a prompt of {len(_TRIAL_PROMPT)} tokens was not handed off within {_TRIAL_S:g} s"
 
-    async def _error_of(self, choice: Choice) -> str | None:
-        async with aclosing(self._ask(choice)) as events:
+    async def _error_of(self, route: Route) -> str | None:
+        async with aclosing(self._ask(route)) as events:
             errors = [event.error async for event in events]
         return errors[-1] if errors else "it had no events"
