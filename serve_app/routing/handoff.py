@@ -15,24 +15,24 @@ from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from serve_app.routing.asking import LOST
-from serve_app.routing.roster import Member, Roster
+from serve_app.routing.pool_members import PoolMember, PoolMembers
 
 _REACH_S, _REACH_EVERY_S = 5.0, 0.005
 _ASK_ANOTHER = ("engine_down", "wrong_role")
 
 
 class PrefillReplicas:
-    """Those on a roster that take prompts."""
+    """Those in the pools that take prompts."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster, self._sender = roster, TokenSender()
+    def __init__(self, pool_members: PoolMembers) -> None:
+        self._pool_members, self._sender = pool_members, TokenSender()
 
     async def run(self, request: GenerateRequest, ticket: KVTicket, by: str, ended: Callable[[str | None], None]) -> None:
         """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
         it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
         excluded: list[str] = []
-        while (member := self._roster.least_busy(self._roster.able_for(by, excluded))) is not None:
+        while (member := self._pool_members.least_busy(self._pool_members.able_for(by, excluded))) is not None:
             last = await self._ask(asked, member)
             if last is None:
                 ended(None)
@@ -47,11 +47,11 @@ class PrefillReplicas:
         if last.error is not None and last.refused != "engine_busy":
             ended(last.error)
 
-    async def _ask(self, request: GenerateRequest, member: Member) -> TokenEvent | None:
+    async def _ask(self, request: GenerateRequest, member: PoolMember) -> TokenEvent | None:
         """One replica. None where all went well, else its last event."""
         assert request.ticket is not None
-        generate = self._roster.generate(member)
-        with self._roster.giving(member.name):
+        generate = self._pool_members.generate(member)
+        with self._pool_members.giving(member.name):
             # In a context of its own: see `HandleBackend`.
             call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, preferred_replica=member.name)
             try:

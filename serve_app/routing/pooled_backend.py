@@ -24,8 +24,8 @@ from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.handle_backend import HandleBackend, Route
 from serve_app.routing.handoff import PrefillReplicas
+from serve_app.routing.pool_members import PoolMember, PoolMembers
 from serve_app.routing.rendezvous import Rendezvous
-from serve_app.routing.roster import Member, Roster
 
 _FIRST_VERDICT_S = 60.0
 """The HTTP process counts as started after so long even if its pools are not."""
@@ -49,8 +49,8 @@ class PooledBackend(HandleBackend):
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]], wait_s: float, require_prefill: bool = False) -> None:
         """`wait_s`: see `HandleBackend`. `require_prefill`: refuse requests while prompts are not handed off."""
         super().__init__(next(iter(pools.values())), wait_s)
-        self._roster, self._requires = Roster(pools), require_prefill
-        self._prefill = PrefillReplicas(self._roster)
+        self._pool_members, self._requires = PoolMembers(pools), require_prefill
+        self._prefill = PrefillReplicas(self._pool_members)
         self._rendezvous = Rendezvous(is_needed=len(pools) > 1)
         self._watch: asyncio.Task[None] | None = None
         self._known_at: float | None = None
@@ -66,10 +66,12 @@ class PooledBackend(HandleBackend):
     async def health(self) -> Health:
         """Healthy while a replica that takes requests is, and prompts are handed off or need not be."""
         self._watching()
-        await self._roster.refresh()
-        able = self._roster.able(WorkKind.REQUEST)
+        await self._pool_members.refresh()
+        able = self._pool_members.able(WorkKind.REQUEST)
         if not able:
-            downs = [each.told.down for each in self._roster if each.told.down and WorkKind.REQUEST in each.told.admits]
+            downs = [
+                each.report.down for each in self._pool_members if each.report.down and WorkKind.REQUEST in each.report.admits
+            ]
             return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
         failure = self._rendezvous.failure
         ok = self._rendezvous.is_tried and not (failure and self._requires)
@@ -81,50 +83,50 @@ class PooledBackend(HandleBackend):
 
     async def roles(self) -> list[RoleReport]:
         """What every replica takes."""
-        await self._roster.refresh()
-        return [member.told for member in self._roster]
+        await self._pool_members.refresh()
+        return [member.report for member in self._pool_members]
 
     async def change_role(self, replica: str, role: Role, within_s: float) -> RoleReport:
         """See `role_change.change_role`. Raises `RoleRefused`."""
         needed = (WorkKind.REQUEST, WorkKind.PROMPT) if self._requires else (WorkKind.REQUEST,)
-        return await role_change.change_role(self._roster, replica, role, within_s, needed)
+        return await role_change.change_role(self._pool_members, replica, role, within_s, needed)
 
     async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Route:
         self._watching()
-        if refused_by or not self._roster.is_known:
-            await self._roster.refresh()
+        if refused_by or not self._pool_members.is_known:
+            await self._pool_members.refresh()
         if self._requires and self._rendezvous.failure:
             raise BackendRefused("engine_down", f"prompts are not handed off: {self._rendezvous.failure}")
-        member = self._roster.least_busy(self._roster.able(WorkKind.REQUEST, refused_by))
+        member = self._pool_members.least_busy(self._pool_members.able(WorkKind.REQUEST, refused_by))
         if member is not None:
             return self._by(member, request, self._rendezvous.heard)
-        fallback = self._roster.least_busy(self._roster.able(WorkKind.PROMPT, refused_by))
+        fallback = self._pool_members.least_busy(self._pool_members.able(WorkKind.PROMPT, refused_by))
         if fallback is not None:
             return PooledRoute(
-                self._roster.generate(fallback),
+                self._pool_members.generate(fallback),
                 request,
                 {"preferred_replica": fallback.name, "is_fallback": True},
                 fallback.name,
             )
         return PooledRoute(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
-    def _by(self, member: Member, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledRoute:
+    def _by(self, member: PoolMember, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledRoute:
         """A replica that answers, and has its prompt computed by another where there is one and it pays."""
-        others = [self._roster.load(each) for each in self._roster.able_for(member.name)]
+        others = [self._pool_members.load(each) for each in self._pool_members.able_for(member.name)]
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
         hints = {"preferred_replica": member.name, "least_prefill_load": min(others, default=0)}
-        return PooledRoute(self._roster.generate(member), request, hints, member.name, ended)
+        return PooledRoute(self._pool_members.generate(member), request, hints, member.name, ended)
 
     def _giving(self, route: Route) -> AbstractContextManager[None]:
-        return self._roster.giving(route.replica)
+        return self._pool_members.giving(route.replica)
 
     def _run_handoff(self, route: Route, ticket: KVTicket) -> Coroutine[Any, Any, None]:
         assert isinstance(route, PooledRoute)
         return self._prefill.run(route.request, ticket, route.replica, route.ended)
 
     def _pools(self) -> Sequence[DeploymentHandle[Any]]:
-        return list(self._roster.pools.values())
+        return list(self._pool_members.pools.values())
 
     def _watching(self) -> None:
         """Begin to watch the replicas, on the event loop that serves."""
@@ -133,8 +135,8 @@ class PooledBackend(HandleBackend):
 
     async def _look(self) -> str | None:
         """See `Rendezvous.keep_true`. At first a pool may still be starting."""
-        await self._roster.refresh()
-        if not self._roster.able(WorkKind.REQUEST):
+        await self._pool_members.refresh()
+        if not self._pool_members.able(WorkKind.REQUEST):
             return None
         self._known_at = self._known_at or time.monotonic()
         if self._pair() is not None:
@@ -142,10 +144,10 @@ class PooledBackend(HandleBackend):
         is_early = not self._rendezvous.is_tried and time.monotonic() - self._known_at < self._wait_s
         return None if is_early else "no other replica takes prompts"
 
-    def _pair(self) -> Member | None:
+    def _pair(self) -> PoolMember | None:
         """A replica that takes requests while another one takes prompts."""
-        able = self._roster.able(WorkKind.REQUEST)
-        return next((each for each in able if self._roster.able_for(each.name)), None)
+        able = self._pool_members.able(WorkKind.REQUEST)
+        return next((each for each in able if self._pool_members.able_for(each.name)), None)
 
     async def _attempt(self) -> str:
         """Hand off a prompt. What was amiss, if anything."""

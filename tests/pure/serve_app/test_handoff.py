@@ -21,8 +21,8 @@ from actors.wire.roles import Role
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing.backend import BackendRefused
 from serve_app.routing.handoff import PrefillReplicas
+from serve_app.routing.pool_members import PoolMembers
 from serve_app.routing.pooled_backend import PooledBackend
-from serve_app.routing.roster import Roster
 from tests.handles import Handle
 
 WAIT_S = 5.0
@@ -47,9 +47,9 @@ REQUEST = GenerateRequest(request_id="r", prompt=[1, 2, 3], max_tokens=4, reserv
 async def run_handoff(handle: Handle, ticket: KVTicket) -> list[str | None]:
     """What is told of how it ended."""
     ended: list[str | None] = []
-    roster = Roster({PREFILL: handle})  # type: ignore[dict-item]
-    await roster.refresh()
-    await PrefillReplicas(roster).run(REQUEST, ticket, "the decode replica", ended.append)
+    pool_members = PoolMembers({PREFILL: handle})  # type: ignore[dict-item]
+    await pool_members.refresh()
+    await PrefillReplicas(pool_members).run(REQUEST, ticket, "the decode replica", ended.append)
     return ended
 
 
@@ -197,13 +197,15 @@ async def test_every_other_replica_is_asked_before_a_request_is_refused() -> Non
 def test_no_replica_waits_for_itself_by_way_of_others(roles: dict[str, Role]) -> None:
     """Who may ask whom has no circle, and a decode replica may ask all that take prompts."""
 
-    async def asked() -> Roster:
-        roster = Roster({ENGINE: Handle(lambda *_: None, **roles)})  # type: ignore[dict-item]
-        await roster.refresh()
-        return roster
+    async def asked() -> PoolMembers:
+        pool_members = PoolMembers({ENGINE: Handle(lambda *_: None, **roles)})  # type: ignore[dict-item]
+        await pool_members.refresh()
+        return pool_members
 
-    roster = asyncio.run(asked())
-    asks = {name: {each.name for each in roster.able_for(name)} for name, role in roles.items() if role is not Role.PREFILL}
+    pool_members = asyncio.run(asked())
+    asks = {
+        name: {each.name for each in pool_members.able_for(name)} for name, role in roles.items() if role is not Role.PREFILL
+    }
     prompts = {name for name, role in roles.items() if role is not Role.DECODE}
     assert all(asks[name] == prompts for name, role in roles.items() if role is Role.DECODE)
     list(TopologicalSorter(asks).static_order())  # raises where there is a circle

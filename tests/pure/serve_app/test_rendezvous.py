@@ -15,9 +15,9 @@ from actors.wire.roles import Role, WorkKind
 from serve_app.deployment.names import ENGINE, PREFILL
 from serve_app.routing import rendezvous
 from serve_app.routing.backend import BackendRefused, Health
+from serve_app.routing.pool_members import PoolMembers
 from serve_app.routing.pooled_backend import PooledBackend
 from serve_app.routing.role_change import RoleRefused, change_role
-from serve_app.routing.roster import Roster
 from tests.handles import Handle
 
 WAIT_S = 5.0
@@ -88,7 +88,7 @@ async def pair(require_prefill: bool = False, wait_s: float = WAIT_S) -> AsyncIt
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
-    monkeypatch.setattr("serve_app.routing.roster._FRESH_S", 0.0)
+    monkeypatch.setattr("serve_app.routing.pool_members._FRESH_S", 0.0)
 
 
 async def test_nothing_is_ready_before_a_prompt_was_handed_off() -> None:
@@ -163,16 +163,16 @@ async def test_a_prefill_pool_that_never_comes_is_a_verdict() -> None:
 
 async def test_the_last_replica_that_takes_requests_keeps_its_role() -> None:
     async with pair() as both:
-        roster = Roster({ENGINE: both.decode, PREFILL: both.prefill})  # type: ignore[dict-item]
+        pool_members = PoolMembers({ENGINE: both.decode, PREFILL: both.prefill})  # type: ignore[dict-item]
         said = r"if replica a became prefill, 0 of 2 replicas would take requests: the others are b \(prefill\)"
         with pytest.raises(RoleRefused, match=said):
-            await change_role(roster, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])
+            await change_role(pool_members, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])
         with pytest.raises(RoleRefused, match=r"no replica 'c'; there are a \(decode\), b \(prefill\)"):
-            await change_role(roster, "c", Role.MIXED, 9.0, [WorkKind.REQUEST])
-        assert (await change_role(roster, "b", Role.MIXED, 9.0, [WorkKind.REQUEST])).role is Role.MIXED
-        assert (await change_role(roster, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])).role is Role.PREFILL
+            await change_role(pool_members, "c", Role.MIXED, 9.0, [WorkKind.REQUEST])
+        assert (await change_role(pool_members, "b", Role.MIXED, 9.0, [WorkKind.REQUEST])).role is Role.MIXED
+        assert (await change_role(pool_members, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])).role is Role.PREFILL
         with pytest.raises(RoleRefused, match="0 of 2 replicas would take requests"):
-            await change_role(roster, "b", Role.PREFILL, 9.0, [WorkKind.REQUEST])
+            await change_role(pool_members, "b", Role.PREFILL, 9.0, [WorkKind.REQUEST])
 
 
 async def test_of_two_changes_at_once_that_leave_nobody_none_happens() -> None:
@@ -182,7 +182,7 @@ async def test_of_two_changes_at_once_that_leave_nobody_none_happens() -> None:
         pools = {ENGINE: both.decode, PREFILL: both.prefill}
         for handle, name in ((both.decode, "a"), (both.prefill, "b")):
             handle.replica_roles[name].admit(WorkKind.REQUEST)
-        changes = [change_role(Roster(pools), name, Role.PREFILL, 9.0, [WorkKind.REQUEST]) for name in "ab"]  # type: ignore[arg-type]
+        changes = [change_role(PoolMembers(pools), name, Role.PREFILL, 9.0, [WorkKind.REQUEST]) for name in "ab"]  # type: ignore[arg-type]
         found = await asyncio.gather(*changes, return_exceptions=True)
         assert any(isinstance(each, RoleRefused) for each in found)
         reports = [handle.replica_roles[name].report() for handle, name in ((both.decode, "a"), (both.prefill, "b"))]

@@ -22,29 +22,29 @@ _FRESH_S = 0.2
 
 
 @dataclass(frozen=True)
-class Member:
+class PoolMember:
     """One replica: its pool's name, and what it told."""
 
     pool: str
-    told: RoleReport
+    report: RoleReport
 
     @property
     def name(self) -> str:
-        return self.told.name
+        return self.report.name
 
 
-class Roster:
+class PoolMembers:
     """The replicas behind some handles, by pool. One event loop calls it."""
 
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
         self.pools = dict(pools)
         self._generates: dict[str, Any] = {name: pool.options(method_name="generate") for name, pool in pools.items()}
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PoolMember] = {}
         self._given = Counter[str]()
         self._asking = asyncio.Lock()
         self._asked_at: float | None = None
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[PoolMember]:
         return iter(sorted(self._members.values(), key=lambda each: (each.pool, each.name)))
 
     @property
@@ -59,41 +59,41 @@ class Roster:
                 return
             answers = await asyncio.gather(*(ask_all(handle, "role_report") for handle in self.pools.values()))
             self._asked_at = time.monotonic()
-            for pool, told in zip(self.pools, answers, strict=True):
-                if not any(isinstance(each, TimeoutError) for each in told):
-                    self._replace(pool, [each for each in told if isinstance(each, RoleReport)])
+            for pool, reports in zip(self.pools, answers, strict=True):
+                if not any(isinstance(each, TimeoutError) for each in reports):
+                    self._replace(pool, [each for each in reports if isinstance(each, RoleReport)])
 
-    def _replace(self, pool: str, told: list[RoleReport]) -> None:
+    def _replace(self, pool: str, reports: list[RoleReport]) -> None:
         others = {name: member for name, member in self._members.items() if member.pool != pool}
-        self._members = others | {each.name: Member(pool, each) for each in told}
+        self._members = others | {each.name: PoolMember(pool, each) for each in reports}
 
-    def able(self, work: WorkKind, excluded: Collection[str] = ()) -> list[Member]:
+    def able(self, work: WorkKind, excluded: Collection[str] = ()) -> list[PoolMember]:
         """Those that take such work now, and are well."""
-        return [each for each in self if work in each.told.admits and each.told.down is None and each.name not in excluded]
+        return [each for each in self if work in each.report.admits and each.report.down is None and each.name not in excluded]
 
-    def able_for(self, name: str, excluded: Collection[str] = ()) -> list[Member]:
+    def able_for(self, name: str, excluded: Collection[str] = ()) -> list[PoolMember]:
         """Those that can compute prompts of which the replica `name` decodes.
 
         A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
         there; round a circle of replicas that are full, they would wait for each other until their leases are over.
         """
         able, own = self.able(WorkKind.PROMPT, [name, *excluded]), self._members.get(name)
-        if own is None or own.told.role is not Role.MIXED:
+        if own is None or own.report.role is not Role.MIXED:
             return able
-        return [each for each in able if each.told.role is Role.PREFILL or each.name > name]
+        return [each for each in able if each.report.role is Role.PREFILL or each.name > name]
 
-    def least_busy(self, members: Collection[Member]) -> Member | None:
+    def least_busy(self, members: Collection[PoolMember]) -> PoolMember | None:
         """One of those among them; None of none."""
         least = min(map(self.load, members), default=0)
         return random.choice([each for each in members if self.load(each) == least]) if members else None
 
-    def generate(self, member: Member) -> Any:
+    def generate(self, member: PoolMember) -> Any:
         """The handle by which its pool is given requests."""
         return self._generates[member.pool]
 
-    def load(self, member: Member) -> int:
+    def load(self, member: PoolMember) -> int:
         """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""
-        return max(member.told.ongoing, self._given[member.name])
+        return max(member.report.ongoing, self._given[member.name])
 
     @contextmanager
     def giving(self, name: str) -> Iterator[None]:
