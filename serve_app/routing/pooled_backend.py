@@ -24,8 +24,8 @@ from serve_app.routing import role_change
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.handle_backend import HandleBackend, Route
 from serve_app.routing.handoff import PrefillReplicas
+from serve_app.routing.handoff_probe import HandoffProbe
 from serve_app.routing.pool_members import PoolMember, PoolMembers
-from serve_app.routing.rendezvous import Rendezvous
 
 _FIRST_VERDICT_S = 60.0
 """The HTTP process counts as started after so long even if its pools are not."""
@@ -51,7 +51,7 @@ class PooledBackend(HandleBackend):
         super().__init__(next(iter(pools.values())), wait_s)
         self._pool_members, self._requires = PoolMembers(pools), require_prefill
         self._prefill = PrefillReplicas(self._pool_members)
-        self._rendezvous = Rendezvous(is_needed=len(pools) > 1)
+        self._handoff_probe = HandoffProbe(is_needed=len(pools) > 1)
         self._watch: asyncio.Task[None] | None = None
         self._known_at: float | None = None
         self._has_waited = False
@@ -61,7 +61,7 @@ class PooledBackend(HandleBackend):
         self._watching()
         if not self._has_waited:
             self._has_waited = True
-            await self._rendezvous.first(_FIRST_VERDICT_S)
+            await self._handoff_probe.first(_FIRST_VERDICT_S)
 
     async def health(self) -> Health:
         """Healthy while a replica that takes requests is, and prompts are handed off or need not be."""
@@ -73,13 +73,13 @@ class PooledBackend(HandleBackend):
                 each.report.down for each in self._pool_members if each.report.down and WorkKind.REQUEST in each.report.admits
             ]
             return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
-        failure = self._rendezvous.failure
-        ok = self._rendezvous.is_tried and not (failure and self._requires)
+        failure = self._handoff_probe.failure
+        ok = self._handoff_probe.is_tried and not (failure and self._requires)
         return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else "", replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
         """Whether prompts are handed off."""
-        return self._rendezvous.gauges()
+        return self._handoff_probe.gauges()
 
     async def roles(self) -> list[RoleReport]:
         """What every replica takes."""
@@ -95,11 +95,11 @@ class PooledBackend(HandleBackend):
         self._watching()
         if refused_by or not self._pool_members.is_known:
             await self._pool_members.refresh()
-        if self._requires and self._rendezvous.failure:
-            raise BackendRefused("engine_down", f"prompts are not handed off: {self._rendezvous.failure}")
+        if self._requires and self._handoff_probe.failure:
+            raise BackendRefused("engine_down", f"prompts are not handed off: {self._handoff_probe.failure}")
         member = self._pool_members.least_busy(self._pool_members.able(WorkKind.REQUEST, refused_by))
         if member is not None:
-            return self._by(member, request, self._rendezvous.heard)
+            return self._by(member, request, self._handoff_probe.on_handoff_end)
         fallback = self._pool_members.least_busy(self._pool_members.able(WorkKind.PROMPT, refused_by))
         if fallback is not None:
             return PooledRoute(
@@ -131,17 +131,17 @@ class PooledBackend(HandleBackend):
     def _watching(self) -> None:
         """Begin to watch the replicas, on the event loop that serves."""
         if self._watch is None:
-            self._watch = asyncio.create_task(self._rendezvous.keep_true(self._look, self._attempt))
+            self._watch = asyncio.create_task(self._handoff_probe.run(self._look, self._attempt))
 
     async def _look(self) -> str | None:
-        """See `Rendezvous.keep_true`. At first a pool may still be starting."""
+        """See `HandoffProbe.run`. At first a pool may still be starting."""
         await self._pool_members.refresh()
         if not self._pool_members.able(WorkKind.REQUEST):
             return None
         self._known_at = self._known_at or time.monotonic()
         if self._pair() is not None:
             return ""
-        is_early = not self._rendezvous.is_tried and time.monotonic() - self._known_at < self._wait_s
+        is_early = not self._handoff_probe.is_tried and time.monotonic() - self._known_at < self._wait_s
         return None if is_early else "no other replica takes prompts"
 
     def _pair(self) -> PoolMember | None:

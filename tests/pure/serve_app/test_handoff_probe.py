@@ -13,7 +13,7 @@ from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, WorkKind
 from serve_app.deployment.names import ENGINE, PREFILL
-from serve_app.routing import rendezvous
+from serve_app.routing import handoff_probe
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.pool_members import PoolMembers
 from serve_app.routing.pooled_backend import PooledBackend
@@ -86,15 +86,15 @@ async def pair(require_prefill: bool = False, wait_s: float = WAIT_S) -> AsyncIt
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(rendezvous, "_TRY_EVERY_S", 0.1)
+    monkeypatch.setattr(handoff_probe, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(handoff_probe, "_TRY_EVERY_S", 0.1)
     monkeypatch.setattr("serve_app.routing.pool_members._FRESH_S", 0.0)
 
 
 async def test_nothing_is_ready_before_a_prompt_was_handed_off() -> None:
     async with pair() as both:
         both.prefill.down["b"] = "starting"
-        assert await both.backend.health() == Health(False, f"prompts are not handed off: {rendezvous.NOT_TRIED}", 1)
+        assert await both.backend.health() == Health(False, f"prompts are not handed off: {handoff_probe.NOT_TRIED}", 1)
         assert both.backend.gauges() == {"handoff_works": 0.0}
         both.prefill.down.clear()
         await both.backend.started()

@@ -20,7 +20,7 @@ _TRY_EVERY_S = 10.0
 NOT_TRIED = "no prompt has been handed off between the pools yet"
 
 
-class Rendezvous:
+class HandoffProbe:
     """The verdict, and the task that keeps it true. `is_needed`: False where there is nothing to try."""
 
     def __init__(self, is_needed: bool) -> None:
@@ -44,14 +44,14 @@ class Rendezvous:
         """For ``/metrics``."""
         return {"handoff_works": float(not self._failure)} if self._is_needed else {}
 
-    def heard(self, failure: str | None) -> None:
+    def on_handoff_end(self, failure: str | None) -> None:
         """How the hand-off of a prompt ended; None: well. A fault may be that prompt's own, so it only calls for a trial."""
         if failure is None:
-            self.judge("")
+            self.set_verdict("")
         else:
             self._is_suspect = True
 
-    def judge(self, failure: str) -> None:
+    def set_verdict(self, failure: str) -> None:
         """This is the verdict; empty: they are handed off."""
         if failure and failure != self._failure:
             log.warning("prompts are not handed off between the pools, decode replicas compute them: %s", failure)
@@ -70,17 +70,17 @@ class Rendezvous:
             except TimeoutError:
                 log.warning("whether prompts are handed off is not known after %g s", within_s)
 
-    async def keep_true(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
+    async def run(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
         """For as long as the process lives. `look` says what must fail without a trial, None: it is too early for one; a trial
         says what its fault was. Both say nothing, ``""``, of what is good."""
         while True:
             try:
                 missing = await look()
                 if missing and self._is_needed:
-                    self.judge(missing)
+                    self.set_verdict(missing)
                 elif missing == "" and self._is_due():
                     self._tried_at, self._is_suspect = time.monotonic(), False
-                    self.judge(await attempt())
+                    self.set_verdict(await attempt())
             except Exception:
                 log.exception("whether prompts are handed off could not be tried")
             await asyncio.sleep(_LOOK_EVERY_S)
