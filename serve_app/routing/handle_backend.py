@@ -23,8 +23,8 @@ from ray.util import get_node_ip_address
 from actors.engine.link.token_stream import TokenReceiver
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
-from serve_app.routing.asking import LOST, ask_all
 from serve_app.routing.backend import BackendRefused, Health
+from serve_app.routing.broadcast import LOST, broadcast
 
 _LAST_EVENT_S = 10.0
 """The call of a request and its events take different ways; the last event may come after the call has returned."""
@@ -143,7 +143,7 @@ class HandleBackend:
 
     async def health(self) -> Health:
         """Healthy while at least one replica is; the reason is that of the first that is not."""
-        answers = await ask_all(self._engine, "health")
+        answers = await broadcast(self._engine, "health")
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
         well = sum(answer is None for answer in answers)
@@ -152,7 +152,7 @@ class HandleBackend:
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """Numbers of each replica's engine, by replica name."""
-        answers = await asyncio.gather(*(ask_all(pool, "gauges") for pool in self._pools()))
+        answers = await asyncio.gather(*(broadcast(pool, "gauges") for pool in self._pools()))
         return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
     def gauges(self) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ from contextvars import Context
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenSender
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
-from serve_app.routing.asking import LOST
+from serve_app.routing.broadcast import LOST
 from serve_app.routing.pool_members import PoolMember, PoolMembers
 
 _REACH_S, _REACH_EVERY_S = 5.0, 0.005

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.wire.roles import Role, WorkKind
 from cluster.replica.roles import RoleReport
-from serve_app.routing.asking import ask_all
+from serve_app.routing.broadcast import broadcast
 
 _FRESH_S = 0.2
 """What replicas told so recently is not asked for again."""
@@ -57,7 +57,7 @@ class PoolMembers:
         async with self._asking:
             if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
                 return
-            answers = await asyncio.gather(*(ask_all(handle, "role_report") for handle in self.pools.values()))
+            answers = await asyncio.gather(*(broadcast(handle, "role_report") for handle in self.pools.values()))
             self._asked_at = time.monotonic()
             for pool, reports in zip(self.pools, answers, strict=True):
                 if not any(isinstance(each, TimeoutError) for each in reports):

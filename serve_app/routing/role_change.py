@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from actors.wire.roles import Role, WorkKind
 from cluster.replica.roles import RoleReport
-from serve_app.routing.asking import ask_all
+from serve_app.routing.broadcast import broadcast
 from serve_app.routing.pool_members import PoolMember, PoolMembers
 
 
@@ -36,7 +36,7 @@ async def change_role(
 
 
 async def _tell(pool_members: PoolMembers, member: PoolMember, role: Role, within_s: float) -> RoleReport:
-    answers = await ask_all(pool_members.pools[member.pool], "change_role", member.name, role.value, within_s)
+    answers = await broadcast(pool_members.pools[member.pool], "change_role", member.name, role.value, within_s)
     report = next((each for each in answers if isinstance(each, RoleReport)), None)
     if report is None:
         raise RoleRefused(f"replica {member.name} did not answer; it may be gone")

@@ -14,7 +14,7 @@ LOST = (RayError, RayServeException)
 _ANSWER_S = 5.0
 
 
-async def ask_all(pool: DeploymentHandle[Any], method: str, *arguments: object) -> list[Any]:
+async def broadcast(pool: DeploymentHandle[Any], method: str, *arguments: object) -> list[Any]:
     """The answer of each replica; an exception in place of the answer that did not come."""
     try:
         answers = pool.broadcast(method, *arguments).results_async(timeout_s=_ANSWER_S, return_exceptions=True)
