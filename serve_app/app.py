@@ -33,7 +33,7 @@ from cluster.replica.waiting import PlacementError
 from placement.checkpoint import header
 from placement.nodes.assignment import assign_replicas
 from serve_app.deployment.catalog import resolve
-from serve_app.deployment.names import ENGINE, INGRESS
+from serve_app.deployment.deployment_names import ENGINE, INGRESS
 from serve_app.deployment.pools import Service, service
 from serve_app.deployment.preflight import check_files
 from serve_app.deployment.served_model import ServedModel

@@ -14,7 +14,7 @@ from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicati
 
 from cluster.nodes.topology import POOL_LABEL, POOLS
 from placement.nodes.fleet import TRANSFER_BYTES
-from serve_app.deployment.names import POOL_OF
+from serve_app.deployment.deployment_names import POOL_OF
 from serve_app.deployment.pools import layouts
 from serve_app.deployment.settings import parse_args
 from tests.crd_schemas import faults

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from serve_app.deployment.names import APP_NAME
-from serve_app.deployment.reasons import first_reason
+from serve_app.deployment.deployment_names import APP_NAME
 from serve_app.deployment.settings import ServeArgs
+from serve_app.deployment.start_errors import first_error_text
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -123,12 +123,12 @@ def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None
                 return
             heard, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartFailed(first_reason(reasons))
+                raise StartFailed(first_error_text(reasons))
         show()
         if now - heard > _SILENT_S:
             raise StartFailed(f"Ray Serve has not told the state of the application for {_SILENT_S:.0f} s")
         if now - began > _DEPLOY_TIMEOUT_S:
-            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_reason(reasons)}")
+            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_error_text(reasons)}")
 
 
 def _status() -> ApplicationStatusOverview | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.embedded import local
-from serve_app.deployment.reasons import reason_of
+from serve_app.deployment.start_errors import error_text
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def joined(address: str | None) -> Iterator[local.Connection]:
     try:
         connection = local.connect_running(address)
     except Exception as error:
-        text = str(error) if isinstance(error, ConnectionError) else reason_of(error)
+        text = str(error) if isinstance(error, ConnectionError) else error_text(error)
         print(f"error: no Ray cluster answers at {where}: {text}", file=sys.stderr)
         raise SystemExit(2) from error
     try:

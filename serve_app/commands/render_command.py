@@ -21,7 +21,7 @@ from placement.nodes.fleet import Machine, fleet
 from placement.ownership.handoff import Side, holdings
 from serve_app.commands.render_text import Files, text_of, write
 from serve_app.deployment.catalog import resolve
-from serve_app.deployment.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
+from serve_app.deployment.deployment_names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.deployment.pools import layouts as layouts_of
 from serve_app.deployment.settings import Bytes, ServeArgs
 

@@ -27,11 +27,11 @@ from placement.layout.layout import LayoutError
 from serve_app.commands.deploying import StartFailed, check_free, deploy, is_still
 from serve_app.commands.endpoint_health import health_line
 from serve_app.deployment import pools
-from serve_app.deployment.names import APP_NAME
+from serve_app.deployment.deployment_names import APP_NAME
 from serve_app.deployment.pools import Service
 from serve_app.deployment.preflight import check_files
-from serve_app.deployment.reasons import reason_of
 from serve_app.deployment.settings import ServeArgs
+from serve_app.deployment.start_errors import error_text
 from serve_app.openai import proxy
 from serve_app.text.model_files import TextFiles
 
@@ -105,7 +105,7 @@ def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: Non
         if stop.is_set():
             raise SystemExit(_INTERRUPTED) from error
         check_cluster()
-        raise StartFailed(reason_of(error)) from error
+        raise StartFailed(error_text(error)) from error
 
 
 def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[Service, TextFiles]:
@@ -187,7 +187,7 @@ def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
                 serve.delete(APP_NAME)
         except Exception as error:
             # An embedded Ray takes the application with it, and where there is no Serve there is no application.
-            left = None if cluster.embedded or isinstance(error, RayServeException) else reason_of(error)
+            left = None if cluster.embedded or isinstance(error, RayServeException) else error_text(error)
         finally:
             local.disconnect(cluster)
     if left is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from serve_app.deployment.names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
+from serve_app.deployment.deployment_names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 
 
 class ApplicationError(ValueError):

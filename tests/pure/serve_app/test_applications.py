@@ -11,7 +11,7 @@ import pytest
 from cluster.replica.status import cluster_state
 from serve_app.commands import role_command, status_command
 from serve_app.deployment.applications import ApplicationError, application_name
-from serve_app.deployment.names import IMPORT_PATH
+from serve_app.deployment.deployment_names import IMPORT_PATH
 
 
 def application(*deployments: str, import_path: str | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role
-from serve_app.deployment.names import ENGINE, PREFILL
+from serve_app.deployment.deployment_names import ENGINE, PREFILL
 from serve_app.routing.backend import BackendRefused
 from serve_app.routing.handoff import PrefillReplicas
 from serve_app.routing.pool_members import PoolMembers

@@ -12,7 +12,7 @@ from actors.engine.link.token_stream import ReplyTo, TokenReceiver, TokenSender
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, WorkKind
-from serve_app.deployment.names import ENGINE, PREFILL
+from serve_app.deployment.deployment_names import ENGINE, PREFILL
 from serve_app.routing import handoff_probe
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.pool_members import PoolMembers

@@ -10,7 +10,7 @@ from actors.wire.roles import Role
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from serve_app.deployment import pools
-from serve_app.deployment.names import ENGINE, MIXED, PREFILL
+from serve_app.deployment.deployment_names import ENGINE, MIXED, PREFILL
 from serve_app.deployment.settings import ServeArgs, parse_args
 
 GIB = 2**30

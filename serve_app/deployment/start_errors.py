@@ -15,7 +15,7 @@ _RAISED = re.compile(r"^(?:\w+\.)*([A-Z]\w*(?:\(\w+\))?: .+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def first_reason(messages: Sequence[str]) -> str:
+def first_error_text(messages: Sequence[str]) -> str:
     """Text of the last error of ours in the first message that has one; else of the last error; else the last line.
 
     Lines of a list (``- ...``) that follow it belong to it.
@@ -28,9 +28,9 @@ def first_reason(messages: Sequence[str]) -> str:
     return next((lines[-1] for message in messages if (lines := _lines(message))), "Ray Serve gave no reason")
 
 
-def reason_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The same of an exception; one that crossed processes carries their tracebacks in its text."""
-    return first_reason([f"{type(error).__name__}: {error}"])
+    return first_error_text([f"{type(error).__name__}: {error}"])
 
 
 def _matches(pattern: re.Pattern[str], message: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from placement.layout.layout import LayoutError
 from serve_app.commands import deploying, serve_command
-from serve_app.deployment.reasons import first_reason, reason_of
+from serve_app.deployment.start_errors import error_text, first_error_text
 
 REPLICA = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or initial \
 health check failing. See controller logs for details. Error:
@@ -41,13 +41,13 @@ WHOLE = "The deployments ['Engine'] are UNHEALTHY."
     ],
 )
 def test_the_reason_is_found(messages: list[str], reason: str) -> None:
-    assert first_reason(messages) == reason
+    assert first_error_text(messages) == reason
 
 
 def test_an_exception_of_ours_is_its_text_and_any_other_is_named() -> None:
-    assert reason_of(LayoutError("tp=0 is too few\n- tp")) == "tp=0 is too few\n- tp"
-    assert reason_of(RuntimeError("Ray said\nmuch more")) == "RuntimeError: Ray said"
-    assert reason_of(KeyError("shardwright")) == "KeyError: 'shardwright'"
+    assert error_text(LayoutError("tp=0 is too few\n- tp")) == "tp=0 is too few\n- tp"
+    assert error_text(RuntimeError("Ray said\nmuch more")) == "RuntimeError: Ray said"
+    assert error_text(KeyError("shardwright")) == "KeyError: 'shardwright'"
 
 
 def status(state: str, message: str = "", *deployments: str) -> SimpleNamespace:
