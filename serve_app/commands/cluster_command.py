@@ -9,7 +9,7 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from placement.explain.cluster_text import as_text
-from serve_app.commands.joining import joined
+from serve_app.commands.connection import connected
 
 
 class ClusterArgs(BaseModel):
@@ -24,7 +24,7 @@ class ClusterArgs(BaseModel):
 
 def run_cluster(args: ClusterArgs, as_json: bool) -> None:
     """Print the cluster. Exits with 2 where none answers, or a node does not take part in the measurement."""
-    with joined(args.address):
+    with connected(args.address):
         from cluster.nodes.discover import available, best_device, discover
         from cluster.nodes.measure import MeasureError, measure
         from cluster.nodes.topology import free_slots

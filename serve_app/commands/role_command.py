@@ -11,7 +11,7 @@ import typer
 
 from actors.wire.roles import Role
 from cluster.replica.roles import RoleReport, counted
-from serve_app.commands.joining import joined
+from serve_app.commands.connection import connected
 from serve_app.deployment.applications import chosen
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
     if becomes not in list(Role):
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
-    with joined(address):
+    with connected(address):
         from cluster.replica.status import serve_details
 
         told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)

@@ -1,4 +1,4 @@
-"""``shardwright serve``: start or join Ray, deploy (`deploying.py`), say when it is ready, and end what was started."""
+"""``shardwright serve``: start or join Ray, deploy (`deploy.py`), say when it is ready, and end what was started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.embedded import local
 from cluster.embedded.watch import ClusterWatch, end_descendants
 from cluster.replica.settings import DEFAULT_CONTEXT
 from placement.layout.layout import LayoutError
-from serve_app.commands.deploying import StartFailed, check_free, deploy, is_still
+from serve_app.commands.deploy import StartFailed, check_free, deploy, is_still
 from serve_app.commands.endpoint_health import health_line
 from serve_app.deployment import pools
 from serve_app.deployment.deployment_names import APP_NAME

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from placement.explain.columns import columns
-from serve_app.commands.joining import joined
+from serve_app.commands.connection import connected
 from serve_app.deployment.applications import chosen
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run_status(address: str | None, as_json: bool, name: str | None = None) -> N
 
 
 def _state(address: str | None, asked: str | None) -> ClusterState:
-    with joined(address):
+    with connected(address):
         from cluster.nodes.discover import best_device, discover
         from cluster.replica.status import cluster_state, serve_details
         from serve_app.commands.role_command import role_reports

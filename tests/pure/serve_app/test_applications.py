@@ -63,7 +63,7 @@ def _nowhere(address: str | None) -> Iterator[None]:
 
 def test_commands_that_cannot_choose_exit_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for module in (status_command, role_command):
-        monkeypatch.setattr(module, "joined", _nowhere)
+        monkeypatch.setattr(module, "connected", _nowhere)
     monkeypatch.setattr("cluster.replica.status.serve_details", lambda: details(one=OURS, two=OURS))
     monkeypatch.setattr("cluster.nodes.discover.best_device", lambda: "cpu")
     monkeypatch.setattr("cluster.nodes.discover.discover", lambda device: type("Cluster", (), {"nodes": ()}))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from placement.layout.layout import LayoutError
-from serve_app.commands import deploying, serve_command
+from serve_app.commands import deploy, serve_command
 from serve_app.deployment.start_errors import error_text, first_error_text
 
 REPLICA = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or initial \
@@ -59,24 +59,24 @@ def status(state: str, message: str = "", *deployments: str) -> SimpleNamespace:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace | None]:
     """What Serve says at each poll; the last one for ever."""
     given: list[SimpleNamespace | None] = []
-    monkeypatch.setattr(deploying, "_status", lambda: given.pop(0) if len(given) > 1 else given[0])
-    monkeypatch.setattr(deploying, "_POLL_S", 0)
+    monkeypatch.setattr(deploy, "_status", lambda: given.pop(0) if len(given) > 1 else given[0])
+    monkeypatch.setattr(deploy, "_POLL_S", 0)
     return given
 
 
 def test_a_controller_that_restarts_is_waited_for(states: list[SimpleNamespace | None]) -> None:
     states += [status("DEPLOYING"), None, None, status("RUNNING")]
-    deploying._wait_until_running(threading.Event(), lambda: None)
+    deploy._wait_until_running(threading.Event(), lambda: None)
     assert len(states) == 1
 
 
 def test_a_controller_that_stays_silent_is_told(
     states: list[SimpleNamespace | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deploying, "_SILENT_S", 0.05)
+    monkeypatch.setattr(deploy, "_SILENT_S", 0.05)
     states.append(None)
     with pytest.raises(SystemExit) as ended:
-        deploying._wait_until_running(threading.Event(), lambda: None)
+        deploy._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2
     assert "Ray Serve has not told" in capsys.readouterr().err
 
@@ -84,7 +84,7 @@ def test_a_controller_that_stays_silent_is_told(
 def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsys: pytest.CaptureFixture[str]) -> None:
     states.append(status("DEPLOY_FAILED", WHOLE, REPLICA.format(last="cluster.replica.launch.LaunchError: m: cut")))
     with pytest.raises(SystemExit) as ended:
-        deploying._wait_until_running(threading.Event(), lambda: None)
+        deploy._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: m: cut\n"
 
@@ -95,7 +95,7 @@ def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsy
 def test_the_port_is_that_of_a_serve_which_runs_already(
     details: dict[str, object], found: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert deploying._port(details, 8000) == found
+    assert deploy._port(details, 8000) == found
     assert ("on port 8123" in capsys.readouterr().err) == (found != 8000)
 
 

@@ -11,7 +11,7 @@ from serve_app.deployment.start_errors import error_text
 
 
 @contextmanager
-def joined(address: str | None) -> Iterator[local.Connection]:
+def connected(address: str | None) -> Iterator[local.Connection]:
     """A connection to the cluster at `address`, or the one that is found. Exits with 2 and the reason where none answers."""
     where = address or local.configured_address() or "this machine"
     try:
