@@ -26,10 +26,10 @@ from actors.wire.roles import Role
 from cluster.nodes import topology
 from cluster.nodes.discover import best_device, discover
 from cluster.replica.placement_group import NODE_ID, none_at_all
+from cluster.replica.placement_wait import PlacementError
 from cluster.replica.replica import Replica
 from cluster.replica.roles import RoleReport
 from cluster.replica.settings import ReplicaSettings, shared_variables
-from cluster.replica.waiting import PlacementError
 from placement.checkpoint import header
 from placement.nodes.assignment import assign_replicas
 from serve_app.deployment.catalog import resolve

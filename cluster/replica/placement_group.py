@@ -22,8 +22,8 @@ from actors.wire.rank_config import Device
 from cluster.embedded.local import NAMESPACE
 from cluster.nodes.discover import available, discover
 from cluster.nodes.topology import RAY_DOMAIN, domain_slots, free_slots, open_to, pool_selector
+from cluster.replica.placement_wait import PlacementError, PlacementWait
 from cluster.replica.settings import ReplicaSettings
-from cluster.replica.waiting import PlacementError, Wait
 from placement.cost.crossings import crossing_lines, link_loads, nodes_of_ranks
 from placement.cost.step_shape import StepShape
 from placement.layout.layout import Layout
@@ -69,7 +69,7 @@ def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundl
     `PlacementError`.
     """
     wanted, again = bundles(settings.layout, settings.device), _had_placement(settings)
-    wait = Wait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
+    wait = PlacementWait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
     demand: PlacementGroup | None = None
     try:
         while True:
@@ -82,10 +82,10 @@ def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundl
                 if found is not None:
                     _remember(settings)
                     return found
-                wait.a_little(f"no room for {counted(wanted)}: the cluster is busy")
+                wait.poll(f"no room for {counted(wanted)}: the cluster is busy")
             elif again or settings.nodes_wait_s:
                 demand = demand or _demand(settings, wanted)
-                wait.a_little(f"nodes are missing: {reason}")
+                wait.poll(f"nodes are missing: {reason}")
             else:
                 raise PlacementError(reason)
     finally:

@@ -148,7 +148,7 @@ def _progress() -> Iterator[Callable[[], None]]:
 
     from actors.wire.rank_config import RankStatus
     from cluster.replica.launch import rank_statuses
-    from cluster.replica.waiting import waits
+    from cluster.replica.placement_wait import wait_messages
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -156,13 +156,13 @@ def _progress() -> Iterator[Callable[[], None]]:
         statuses: dict[str, RankStatus] = {}
         told: set[str] = set()
         with suppress(RayError):  # what those before have left
-            told.update(waits())
+            told.update(wait_messages())
 
         def show() -> None:
             lines: list[str] = []
             with suppress(RayError):  # a cluster too busy to tell is no reason to fail
                 statuses.update(rank_statuses())
-                lines = [line for line in waits() if line not in told]
+                lines = [line for line in wait_messages() if line not in told]
             told.update(lines)
             for line in lines:
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)

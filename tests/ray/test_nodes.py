@@ -30,7 +30,7 @@ import threading, time
 from cluster.embedded.local import Shape, connect, disconnect
 from cluster.replica.placement_group import reserve
 from cluster.replica.settings import ReplicaSettings
-from cluster.replica.waiting import PlacementError
+from cluster.replica.placement_wait import PlacementError
 from placement import checkpoint_header
 from placement.layout.layout import Layout
 from pathlib import Path

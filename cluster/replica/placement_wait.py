@@ -25,7 +25,7 @@ class PlacementError(RuntimeError):
     """The cluster cannot place a replica, or did not in time. Says which bundle, which resource, and what there is."""
 
 
-class Wait:
+class PlacementWait:
     """Looks until a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -33,7 +33,7 @@ class Wait:
         self._reported_at = self._began
         self._key = _KEY + secrets.token_hex(8).encode()
 
-    def a_little(self, why: str) -> None:
+    def poll(self, why: str) -> None:
         """Raises `PlacementError` when the time is up."""
         now = time.monotonic()
         if now - self._began > self._timeout_s:
@@ -51,7 +51,7 @@ class Wait:
             _internal_kv_del(self._key, namespace=_WHERE)
 
 
-def waits() -> list[str]:
+def wait_messages() -> list[str]:
     """What the waiting replicas of the connected cluster have said last; those too that were ended while they waited."""
-    said = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
-    return [line.decode() for line in said if line]
+    lines = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
+    return [line.decode() for line in lines if line]
