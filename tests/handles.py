@@ -37,11 +37,11 @@ class Handle:
         return self.calls[-1]
 
     def broadcast(self, method: str, *arguments: Any) -> Handle:
-        self._told = [self._control(name, method, arguments) for name in self.replica_roles]
+        self._reports = [self._control(name, method, arguments) for name in self.replica_roles]
         return self
 
     async def results_async(self, **_limits: Any) -> list[Any]:
-        return self._told
+        return self._reports
 
     def _control(self, name: str, method: str, arguments: tuple[Any, ...]) -> RoleReport | None:
         replica_role = self.replica_roles[name]

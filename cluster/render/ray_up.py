@@ -120,8 +120,8 @@ def _has_model(model: str) -> list[str]:
     if not model.startswith(("/", "~", ".")):
         return []
     home = "~/" if model.startswith("~/") else ""  # a shell knows it only without quotes
-    path, told = home + shlex.quote(model.removeprefix(home)), shlex.quote(f"the model {model} is missing on this machine")
-    return [f"test -e {path} || (echo {told} >&2; exit 1)"]
+    path, message = home + shlex.quote(model.removeprefix(home)), shlex.quote(f"the model {model} is missing on this machine")
+    return [f"test -e {path} || (echo {message} >&2; exit 1)"]
 
 
 def _aws_type(instance: str, disk_gb: int) -> dict[str, Any]:

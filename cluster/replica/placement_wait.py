@@ -52,6 +52,6 @@ class PlacementWait:
 
 
 def wait_messages() -> list[str]:
-    """What the waiting replicas of the connected cluster have said last; those too that were ended while they waited."""
+    """What the waiting replicas of the connected cluster have published last; those too that were ended while they waited."""
     lines = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
     return [line.decode() for line in lines if line]

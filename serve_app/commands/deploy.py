@@ -114,19 +114,19 @@ def _port(details: dict[str, Any], asked: int) -> int:
 
 def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
     """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
-    began = heard = time.monotonic()
+    began = answered_s = time.monotonic()
     reasons: list[str] = []
     while not stop.wait(_POLL_S):
         now, status = time.monotonic(), _status()
         if status is not None:
             if status.status == "RUNNING":
                 return
-            heard, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
+            answered_s, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartFailed(first_error_text(reasons))
         show()
-        if now - heard > _SILENT_S:
-            raise StartFailed(f"Ray Serve has not told the state of the application for {_SILENT_S:.0f} s")
+        if now - answered_s > _SILENT_S:
+            raise StartFailed(f"Ray Serve has not reported the state of the application for {_SILENT_S:.0f} s")
         if now - began > _DEPLOY_TIMEOUT_S:
             raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_error_text(reasons)}")
 
@@ -154,16 +154,16 @@ def _progress() -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, TaskID] = {}
         statuses: dict[str, RankStatus] = {}
-        told: set[str] = set()
+        shown: set[str] = set()
         with suppress(RayError):  # what those before have left
-            told.update(wait_messages())
+            shown.update(wait_messages())
 
         def show() -> None:
             lines: list[str] = []
             with suppress(RayError):  # a cluster too busy to tell is no reason to fail
                 statuses.update(rank_statuses())
-                lines = [line for line in wait_messages() if line not in told]
-            told.update(lines)
+                lines = [line for line in wait_messages() if line not in shown]
+            shown.update(lines)
             for line in lines:
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             for name, status in statuses.items():

@@ -30,11 +30,11 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
     with connected(address):
         from cluster.replica.status import serve_details
 
-        told = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
-    if isinstance(told, RoleReport):
-        typer.echo(told.model_dump_json() if as_json else f"replica {told.name} is {told.role}")
-    if not isinstance(told, RoleReport) or told.role != becomes:
-        print(f"error: {told.gave_up if isinstance(told, RoleReport) else told}", file=sys.stderr)
+        report = _changed(chosen(serve_details(), name), replica, becomes, within_s, quiet=as_json)
+    if isinstance(report, RoleReport):
+        typer.echo(report.model_dump_json() if as_json else f"replica {report.name} is {report.role}")
+    if not isinstance(report, RoleReport) or report.role != becomes:
+        print(f"error: {report.gave_up if isinstance(report, RoleReport) else report}", file=sys.stderr)
         raise SystemExit(1)
 
 
@@ -46,16 +46,19 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
         ingress = _ingress(name)
     except RayServeException as error:
         return f"nothing is served on this cluster: {error}"
-    told: RoleReport | str = _call(ingress, "change_role", replica, becomes, within_s)
-    ends, said = time.monotonic() + within_s + _ANSWER_S, ""
-    while isinstance(told, RoleReport) and told.becomes is not None and time.monotonic() < ends:
-        waits = f"replica {told.name} finishes {counted(told.waits_for)}, and takes no more such; {told.left_s:.0f} s are left"
-        if not quiet and counted(told.waits_for) != said:
-            said = counted(told.waits_for)
+    report: RoleReport | str = _call(ingress, "change_role", replica, becomes, within_s)
+    ends, shown = time.monotonic() + within_s + _ANSWER_S, ""
+    while isinstance(report, RoleReport) and report.becomes is not None and time.monotonic() < ends:
+        waits = (
+            f"replica {report.name} finishes {counted(report.waits_for)}, "
+            f"and takes no more such; {report.left_s:.0f} s are left"
+        )
+        if not quiet and counted(report.waits_for) != shown:
+            shown = counted(report.waits_for)
             print(waits, file=sys.stderr)
         time.sleep(_LOOK_EVERY_S)
-        told = next((each for each in _call(ingress, "roles") if each.name == replica), f"replica {replica} is gone")
-    return told
+        report = next((each for each in _call(ingress, "roles") if each.name == replica), f"replica {replica} is gone")
+    return report
 
 
 def role_reports(name: str) -> list[RoleReport]:

@@ -64,14 +64,14 @@ def run_server(
         port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
-    with _told(stop):
+    with _errors_as_exit(stop):
         cluster = _connect(address, served.devices, shape)
     _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
     watch = ClusterWatch(cluster, _cluster_lost)
     is_ours, since = False, None
     try:
         if not stop.is_set():
-            with _told(stop, watch.check):
+            with _errors_as_exit(stop, watch.check):
                 check_free(replace)
                 is_ours = True
                 deployed = deploy(args, host, port, stop)
@@ -94,7 +94,7 @@ def _connect(address: str | None, slots: int, shape: local.Shape | None) -> loca
 
 
 @contextmanager
-def _told(stop: threading.Event, check_cluster: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _errors_as_exit(stop: threading.Event, check_cluster: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why.
 
     `check_cluster` does not return where the cluster is lost: that is why, then.

@@ -31,8 +31,8 @@ def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | Non
     settings, metrics = settings or ApiSettings(), Metrics()
     app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestId, on_answers=settings.request_id_on_answers)
-    app.add_exception_handler(ApiError, _told)
-    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(ApiError, _error_response)
+    app.add_exception_handler(HTTPException, _error_response)
     keyed, free = APIRouter(dependencies=[Depends(key_check(settings.api_keys))]), APIRouter()
     add_generation(keyed, model, backend, settings, metrics)
     add_models(keyed, model)
@@ -43,7 +43,7 @@ def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | Non
     return app
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _error_response(_: Request, error: Exception) -> Response:
     """An `ApiError`, or what the framework itself refuses (unknown path, wrong method), in the one error shape."""
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})

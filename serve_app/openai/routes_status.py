@@ -24,8 +24,8 @@ def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
         try:
             found = await backend.health()
         except Exception as error:
-            _log.warning("the backend did not tell its health", exc_info=error)
-            found = Health(False, "the backend did not tell its health")
+            _log.warning("the backend did not report its health", exc_info=error)
+            found = Health(False, "the backend did not report its health")
         status = "unhealthy" if not found.ok else "degraded" if found.reason else "ok"
         body = {"status": status, "reason": found.reason, "replicas": found.replicas}
         return json_response(body, 200 if found.ok else 503)
@@ -36,7 +36,7 @@ def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
             stats = await backend.stats()
         except Exception as error:
             # The endpoint's own metrics matter most when the backend is in trouble.
-            _log.warning("the backend did not tell its stats", exc_info=error)
+            _log.warning("the backend did not report its stats", exc_info=error)
             stats = {}
         return Response(exposition(metrics, stats, backend.gauges()), media_type=CONTENT_TYPE_LATEST)
 

@@ -147,7 +147,7 @@ class HandleBackend:
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
         well = sum(answer is None for answer in answers)
-        reason = next((_told(answer) for answer in answers if answer is not None), "")
+        reason = next((_health_text(answer) for answer in answers if answer is not None), "")
         return Health(ok=well > 0, reason="" if well else reason, replicas=well)
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
@@ -163,7 +163,7 @@ class HandleBackend:
         return [self._engine]
 
 
-def _told(answer: object) -> str:
+def _health_text(answer: object) -> str:
     """Why a replica cannot serve. The text of an exception of Ray is about its own parts, over many lines."""
     return f"a replica does not answer: {type(answer).__name__}" if isinstance(answer, Exception) else str(answer)
 

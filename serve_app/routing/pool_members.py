@@ -1,4 +1,4 @@
-"""Who is in the pools, and what each takes now: as the replicas last told, with what this process has given them."""
+"""Who is in the pools, and what each takes now: as the replicas last reported, with what this process has given them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster.replica.roles import RoleReport
 from serve_app.routing.broadcast import broadcast
 
 _FRESH_S = 0.2
-"""What replicas told so recently is not asked for again."""
+"""What replicas reported so recently is not asked for again."""
 
 
 @dataclass(frozen=True)
 class PoolMember:
-    """One replica: its pool's name, and what it told."""
+    """One replica: its pool's name, and what it reported."""
 
     pool: str
     report: RoleReport
@@ -92,7 +92,7 @@ class PoolMembers:
         return self._generates[member.pool]
 
     def load(self, member: PoolMember) -> int:
-        """Prompts and requests it has: as many as it told, or as it got from here, if those are more."""
+        """Prompts and requests it has: as many as it reported, or as it got from here, if those are more."""
         return max(member.report.ongoing, self._given[member.name])
 
     @contextmanager

@@ -38,7 +38,7 @@ _FROM_ANY = -1
 
 @dataclass(frozen=True)
 class PooledRoute(Route):
-    """`ended` is told how the hand-off of the prompt ended, if there was one."""
+    """`ended` is called with how the hand-off of the prompt ended, if there was one."""
 
     ended: Callable[[str | None], None] = lambda failure: None
 

@@ -25,17 +25,17 @@ async def change_role(
     await pool_members.refresh(at_once=True)
     member = _named(pool_members, replica)
     _check(pool_members, member, role, needed)
-    report = await _tell(pool_members, member, role, within_s)
+    report = await _request_change(pool_members, member, role, within_s)
     await pool_members.refresh(at_once=True)
     try:
         _check(pool_members, member, role, needed)  # another one may have been changed at the same time
     except RoleRefused:
-        await _tell(pool_members, member, member.report.role, within_s)
+        await _request_change(pool_members, member, member.report.role, within_s)
         raise
     return report
 
 
-async def _tell(pool_members: PoolMembers, member: PoolMember, role: Role, within_s: float) -> RoleReport:
+async def _request_change(pool_members: PoolMembers, member: PoolMember, role: Role, within_s: float) -> RoleReport:
     answers = await broadcast(pool_members.pools[member.pool], "change_role", member.name, role.value, within_s)
     report = next((each for each in answers if isinstance(each, RoleReport)), None)
     if report is None:

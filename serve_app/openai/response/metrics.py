@@ -100,13 +100,13 @@ def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]], whole
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}
     for name, value in whole.items():
-        Gauge(f"shardwright_{name}", "As told by the service", registry=registry).set(value)
+        Gauge(f"shardwright_{name}", "As reported by the service", registry=registry).set(value)
     for replica, values in stats.items():
         for name, value in values.items():
             name, _, label = name.partition(":")
             key, _, of = label.partition("=")
             name, labels = "shardwright_engine_" + re.sub(r"\W", "_", name), {"replica": replica} | ({key: of} if key else {})
             if name not in gauges:
-                gauges[name] = Gauge(name, "As told by the engine", tuple(labels), registry=registry)
+                gauges[name] = Gauge(name, "As reported by the engine", tuple(labels), registry=registry)
             gauges[name].labels(**labels).set(value)
     return generate_latest(metrics.registry) + generate_latest(registry)

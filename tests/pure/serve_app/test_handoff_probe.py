@@ -32,8 +32,8 @@ class Pair:
         self.fault: str | None = None
         self.decode, self.prefill = Handle(self._decode, a=Role.DECODE), Handle(self._prefill, b=Role.PREFILL)
         self._sender = TokenSender()
-        self._told: dict[str, asyncio.Event] = {}
-        self._receiver = TokenReceiver.listen("127.0.0.1", lambda event: self._told[event.request_id].set())
+        self._notified: dict[str, asyncio.Event] = {}
+        self._receiver = TokenReceiver.listen("127.0.0.1", lambda event: self._notified[event.request_id].set())
         pools = {ENGINE: self.decode, PREFILL: self.prefill}
         self.backend = PooledBackend(pools, wait_s, require_prefill)  # type: ignore[arg-type]
 
@@ -47,13 +47,13 @@ class Pair:
                 **{"ticket_id": f"{name}~0", "layout": "", "page_tokens": 16, "dp_rank": 0, "blocks": [0], "first": 0},
                 **{"tokens": 3, "rope_length": 3, "readers": [], "lease_s": 9.0, "reply_to": self._receiver.reply_to.pack()},
             )
-            self._told[ticket.ticket_id] = asyncio.Event()
+            self._notified[ticket.ticket_id] = asyncio.Event()
             self._send(to, TokenEvent(request_id=name, ticket=ticket))
-            await self._told[ticket.ticket_id].wait()
+            await self._notified[ticket.ticket_id].wait()
         self._send(to, TokenEvent(request_id=name, tokens=[7], finish="length"))
 
     async def _prefill(self, request: GenerateRequest, to: ReplyTo, replica: str) -> bytes | None:
-        self._told[request.request_id].set()
+        self._notified[request.request_id].set()
         if self.fault is None:
             return None
         return TokenEvent(request_id=request.request_id, finish="abort", error=self.fault).pack()
@@ -164,8 +164,8 @@ async def test_a_prefill_pool_that_never_comes_is_a_verdict() -> None:
 async def test_the_last_replica_that_takes_requests_keeps_its_role() -> None:
     async with pair() as both:
         pool_members = PoolMembers({ENGINE: both.decode, PREFILL: both.prefill})  # type: ignore[dict-item]
-        said = r"if replica a became prefill, 0 of 2 replicas would take requests: the others are b \(prefill\)"
-        with pytest.raises(RoleRefused, match=said):
+        message = r"if replica a became prefill, 0 of 2 replicas would take requests: the others are b \(prefill\)"
+        with pytest.raises(RoleRefused, match=message):
             await change_role(pool_members, "a", Role.PREFILL, 9.0, [WorkKind.REQUEST])
         with pytest.raises(RoleRefused, match=r"no replica 'c'; there are a \(decode\), b \(prefill\)"):
             await change_role(pool_members, "c", Role.MIXED, 9.0, [WorkKind.REQUEST])

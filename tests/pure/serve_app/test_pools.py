@@ -63,7 +63,7 @@ def test_the_text_of_a_pool(text: str, devices: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"prefill": "tp=2"}, "go together: give both"),
         ({"decode": "tp=2"}, "go together: give both"),
@@ -76,8 +76,8 @@ def test_the_text_of_a_pool(text: str, devices: int | None) -> None:
         ({"layout": "tp=2", "require_prefill": True}, "require_prefill needs two pools, and layout='tp=2' is 1"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: dict[str, str], said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_what_is_wrong_is_said(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         service(**arguments)
 
 

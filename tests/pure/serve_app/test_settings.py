@@ -123,15 +123,15 @@ def test_a_layout_and_its_balancing_are_judged_at_once(with_experts: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ({"disk_cache": ""}, r"^disk_cache: .*must name a directory.*given: ''\)$"),
         ({"disk_cache": " ", "disk_cache_bytes": "1GiB"}, r"^disk_cache: [^;]*; leave it out for none \(given: ' '\)$"),
         ({"disk_cache_bytes": "1GiB"}, r"^disk_cache_bytes: .*there is none.*given: '1GiB'"),
     ],
 )
-def test_a_directory_and_its_bound_go_together(asked: dict[str, str], told: str) -> None:
-    with pytest.raises(ArgumentError, match=told):
+def test_a_directory_and_its_bound_go_together(asked: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         parse_args(asked)
 
 
@@ -147,8 +147,8 @@ def test_a_directory_holds_at_least_a_block(model: str) -> None:
 def test_no_more_host_memory_is_taken_than_there_is(model: str) -> None:
     args = ServeArgs(model=model, layout="tp=2", host_cache=12 * 10**9)
     assert replica_settings(args, "cpu", machine(2, 24 * 10**9)).host_cache_bytes == 12 * 10**9
-    told = (
+    message = (
         r"host_cache 12,000,000,000 for each of 2 ranks is 24,000,000,000 bytes, more than the 20,000,000,000 .* 10,000,000,000"
     )
-    with pytest.raises(MemoryBudgetError, match=told):
+    with pytest.raises(MemoryBudgetError, match=message):
         replica_settings(args, "cpu", machine(2, 20 * 10**9))

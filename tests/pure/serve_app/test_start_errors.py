@@ -78,7 +78,7 @@ def test_a_controller_that_stays_silent_is_told(
     with pytest.raises(SystemExit) as ended:
         deploy._wait_until_running(threading.Event(), lambda: None)
     assert ended.value.code == 2
-    assert "Ray Serve has not told" in capsys.readouterr().err
+    assert "Ray Serve has not reported" in capsys.readouterr().err
 
 
 def test_a_failed_deployment_is_told(states: list[SimpleNamespace | None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_an_exception_of_ray_is_one_message(interrupted: bool, code: int, capsys
     stop = threading.Event()
     if interrupted:
         stop.set()
-    with pytest.raises(SystemExit) as ended, serve_command._told(stop):
+    with pytest.raises(SystemExit) as ended, serve_command._errors_as_exit(stop):
         raise RuntimeError("the raylet is gone\nand more")
     assert ended.value.code == code
     assert capsys.readouterr().err == ("" if interrupted else "error: RuntimeError: the raylet is gone\n")
