@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Bytes = Annotated[int, Field(ge=0)]
+ByteCount = Annotated[int, Field(ge=0)]
 
 
 class TierConfig(BaseModel):
@@ -20,9 +20,9 @@ class TierConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_digest: str
-    host_bytes: Bytes = 0
+    host_bytes: ByteCount = 0
     directory: Path | None = None
-    directory_bytes: Bytes = 16 << 30
+    directory_bytes: ByteCount = 16 << 30
 
     @model_validator(mode="after")
     def _there_is_one(self) -> Self:

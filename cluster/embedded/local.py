@@ -45,7 +45,7 @@ _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class EmbeddedShape:
     """An embedded cluster: how many nodes, and the slots of each."""
 
     nodes: int
@@ -78,7 +78,7 @@ def connect(
     address: str | None = None,
     slots: int | None = None,
     environment: Mapping[str, str] | None = None,
-    shape: Shape | None = None,
+    shape: EmbeddedShape | None = None,
 ) -> Connection:
     """Join the cluster at `address` (or ``RAY_ADDRESS``); with neither, start an embedded one with `slots` CPU slots.
 
@@ -159,7 +159,7 @@ def _embed(slots: int | None) -> Connection:
     return Connection(str(context.address_info["address"]), embedded=True, head=ray._private.worker._global_node)
 
 
-def _embed_nodes(shape: Shape) -> Connection:
+def _embed_nodes(shape: EmbeddedShape) -> Connection:
     """Several nodes, which share this machine's address, cores and memory. They are called node0, node1, ..."""
     import ray
     from ray.cluster_utils import Cluster
@@ -184,7 +184,7 @@ def configured_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def this_machine(slots: int, shape: Shape | None = None) -> ClusterSpec:
+def this_machine(slots: int, shape: EmbeddedShape | None = None) -> ClusterSpec:
     """The cluster that `connect` would embed: this machine, with all its memory and a slot for each rank, or the nodes of
     `shape`, with an even share of the memory each."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

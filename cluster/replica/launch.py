@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ReplicaRanks:
     """The live ranks of one replica, in world-rank order."""
 
     actors: tuple[ActorHandle[Any], ...]
@@ -50,7 +50,7 @@ class Ranks:
             ray.kill(actor)
 
 
-def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> Ranks:
+def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> ReplicaRanks:
     """Bring up all ranks of one replica in its reserved bundles. On any failure every rank is ended, and `LaunchError` says why."""
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
@@ -72,7 +72,7 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
         for actor in actors:
             ray.kill(actor)
         raise
-    return Ranks(actors, locations, loaded, token)
+    return ReplicaRanks(actors, locations, loaded, token)
 
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:

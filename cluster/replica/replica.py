@@ -246,7 +246,7 @@ def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) 
     return f"rank {rank} ended"
 
 
-def _num_blocks(settings: ReplicaSettings, ranks: launch.Ranks) -> int:
+def _num_blocks(settings: ReplicaSettings, ranks: launch.ReplicaRanks) -> int:
     """KV blocks of every rank: what the rank with the least memory can hold, and no more than the engine could ever fill."""
     free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
     budget = settings.kv_bytes or (int(0.9 * min(free)) if free else DEFAULT_KV_BYTES)

@@ -30,7 +30,7 @@ SHARED_VARIABLES = (
 """Variables of the shell that a deployment is made from which ranks on every node take over. Others stay with their node: names
 of interfaces and addresses differ between nodes, and secrets are nobody else's."""
 
-Positive = Annotated[int, Field(ge=1)]
+PositiveSetting = Annotated[int, Field(ge=1)]
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -48,19 +48,19 @@ class ReplicaSettings(BaseModel):
     layout: Layout = Layout()
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    max_model_len: Positive
-    kv_bytes: Positive | None = None
+    max_model_len: PositiveSetting
+    kv_bytes: PositiveSetting | None = None
     host_cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Host memory for KV blocks that the device gave up, per rank."""
     disk_cache: Path | None = None
     """A directory for KV blocks, which may be shared; None: none."""
-    disk_cache_bytes: Positive = DEFAULT_DISK_BYTES
-    max_batch_tokens: Positive = 2048
-    max_sequences: Positive = 64
-    max_waiting: Positive = 1024
+    disk_cache_bytes: PositiveSetting = DEFAULT_DISK_BYTES
+    max_batch_tokens: PositiveSetting = 2048
+    max_sequences: PositiveSetting = 64
+    max_waiting: PositiveSetting = 1024
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """See `EngineConfig`."""
-    threads_per_rank: Positive | None = None
+    threads_per_rank: PositiveSetting | None = None
     rebalance_every: Annotated[int, Field(ge=0)] = USUAL_INTERVAL
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Both: see `Balancing`."""

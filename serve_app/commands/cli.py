@@ -81,7 +81,7 @@ def serve(
     json_logs: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
-    from cluster.embedded.local import Shape
+    from cluster.embedded.local import EmbeddedShape
     from serve_app.commands.serve_command import run_server
     from serve_app.deployment.settings import ServeArgs
 
@@ -111,7 +111,7 @@ def serve(
             "api_keys": api_key or (),
         }
     )
-    shape = None if nodes is None else Shape.parse(nodes)
+    shape = None if nodes is None else EmbeddedShape.parse(nodes)
     run_server(args, host=host, port=port, address=address, json_logs=json_logs, shape=shape, replace=replace)
 
 

@@ -23,7 +23,7 @@ from serve_app.commands.render_text import Files, text_of, write
 from serve_app.deployment.catalog import resolve
 from serve_app.deployment.deployment_names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.deployment.pools import layouts as layouts_of
-from serve_app.deployment.settings import Bytes, ServeArgs
+from serve_app.deployment.settings import ByteSize, ServeArgs
 
 _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 
@@ -49,7 +49,7 @@ class RenderArgs(BaseModel):
     slots: int = Field(default=8, ge=1)
     device: Literal["cpu", "cuda"] = "cpu"
     cpus: int | None = Field(default=None, ge=1)
-    memory: Bytes = 64 * 2**30
+    memory: ByteSize = 64 * 2**30
     accelerator: str | None = None
     prefill_machine: str = ""
     decode_machine: str = ""

@@ -47,7 +47,7 @@ def run_server(
     port: int,
     address: str | None,
     json_logs: bool,
-    shape: local.Shape | None = None,
+    shape: local.EmbeddedShape | None = None,
     replace: bool = False,
 ) -> None:
     """Serve until interrupted. Mistakes are found before anything starts, where they can be. `shape`: embed these nodes.
@@ -85,7 +85,7 @@ def run_server(
         _end(cluster, is_ours, since)
 
 
-def _connect(address: str | None, slots: int, shape: local.Shape | None) -> local.Connection:
+def _connect(address: str | None, slots: int, shape: local.EmbeddedShape | None) -> local.Connection:
     try:
         return local.connect(address, slots=slots, environment=proxy.SETTING, shape=shape)
     except (ConnectionError, ValueError) as error:  # the latter: it is no address
@@ -108,7 +108,7 @@ def _errors_as_exit(stop: threading.Event, check_cluster: Callable[[], None] = l
         raise StartFailed(error_text(error)) from error
 
 
-def _preflight(args: ServeArgs, address: str | None, shape: local.Shape | None) -> tuple[Service, TextFiles]:
+def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape | None) -> tuple[Service, TextFiles]:
     """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
     if shape is not None and (address is not None or args.device == "cuda"):
         with_ = "--address" if address is not None else "--device cuda"

@@ -38,8 +38,8 @@ def _bytes(value: Any) -> Any:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
-Count = Annotated[int, Field(ge=1)]
+ByteSize = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+PositiveCount = Annotated[int, Field(ge=1)]
 
 
 class ServeArgs(BaseModel):
@@ -58,20 +58,20 @@ class ServeArgs(BaseModel):
     """Whether requests are refused, and the service is not healthy, while prompts are not handed off between the pools."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: Count | None = None
-    kv_bytes: Bytes | None = None
+    max_model_len: PositiveCount | None = None
+    kv_bytes: ByteSize | None = None
     """KV cache of one rank, for example ``2GiB``."""
-    max_batch_tokens: Count = 2048
-    max_sequences: Count = 64
-    max_waiting: Count = 1024
+    max_batch_tokens: PositiveCount = 2048
+    max_sequences: PositiveCount = 64
+    max_waiting: PositiveCount = 1024
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """Plans given to the ranks ahead of the oldest result; by default one more than there are pipeline stages."""
-    threads_per_rank: Count | None = None
+    threads_per_rank: PositiveCount | None = None
     host_cache: Annotated[int, BeforeValidator(_bytes), Field(ge=0)] = 0
     """Host memory of each rank for KV blocks that its device gives up, for example ``4GiB``; 0: none."""
     disk_cache: str | None = None
     """A directory for KV blocks, which outlives the server and may be shared by several."""
-    disk_cache_bytes: Bytes | None = None
+    disk_cache_bytes: ByteSize | None = None
     """Bytes that all who use that directory may fill together; by default 16 GiB."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between looks at how evenly experts are loaded; 0: none by time; by default 3,000 where ep > 1."""

@@ -8,13 +8,13 @@ from typing import Any
 
 from serve_app.deployment.served_model import ServedModel
 from serve_app.openai.request.errors import invalid
-from serve_app.openai.request.plan import Asked, Choice, Origin, plan
+from serve_app.openai.request.plan import Asked, ChoiceRequest, Origin, plan
 from serve_app.openai.request.prompts import chat_prompt
 from serve_app.openai.request.schema import ChatFields
 from serve_app.openai.request.settings import ApiSettings
 from serve_app.openai.response import logprobs
 from serve_app.openai.response.delta import Delta
-from serve_app.openai.response.shape import Head, Job
+from serve_app.openai.response.response_builder import Job, ResponseEnvelope
 from serve_app.openai.response.writing import writing
 from serve_app.text.tokenizer import Tokenizer
 
@@ -34,13 +34,13 @@ async def job(model: ServedModel, settings: ApiSettings, fields: ChatFields, ori
         least_max=1,
     )
     choices = plan(model, settings, fields, asked, [await chat_prompt(model, fields)], origin)
-    head = Head(f"chatcmpl-{origin.request_id}", model.name, created)
+    envelope = ResponseEnvelope(f"chatcmpl-{origin.request_id}", model.name, created)
     options = fields.stream_options
     return Job(
         endpoint="chat",
         choices=choices,
         writing=writing(model, fields),
-        shape=ChatShape(head, model.tokenizer, fields, choices),
+        response_builder=ChatResponseBuilder(envelope, model.tokenizer, fields, choices),
         stream=fields.stream,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
@@ -48,19 +48,19 @@ async def job(model: ServedModel, settings: ApiSettings, fields: ChatFields, ori
 
 
 @dataclass(frozen=True)
-class ChatShape:
+class ChatResponseBuilder:
     """The JSON of chats. With ``return_token_ids``, choices carry token ids and the answer those of the prompt."""
 
-    head: Head
+    envelope: ResponseEnvelope
     tokenizer: Tokenizer | None
     fields: ChatFields
-    choices: Sequence[Choice]
+    choices: Sequence[ChoiceRequest]
 
     @property
     def shows_tokens(self) -> bool:
         return self.fields.logprobs or self.fields.return_token_ids
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})]
 
@@ -68,20 +68,20 @@ class ChatShape:
         return self._chunk(self._choice(delta, "delta", {"content": delta.text} if delta.text or not delta.finish else {}))
 
     def last(self) -> dict[str, Any]:
-        return self.head.object("chat.completion.chunk", [])
+        return self.envelope.object("chat.completion.chunk", [])
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
         made = [
             self._choice(choice, "message", {"role": "assistant", "content": choice.text, "refusal": None})
             for choice in choices
         ]
-        body = self.head.object("chat.completion", made)
+        body = self.envelope.object("chat.completion", made)
         if self.fields.return_token_ids:
             body["prompt_token_ids"] = self.choices[0].prompt.ids
         return body
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        body = self.head.object("chat.completion.chunk", [choice])
+        body = self.envelope.object("chat.completion.chunk", [choice])
         if self.fields.return_token_ids and choice["finish_reason"]:
             body["prompt_token_ids"] = self.choices[0].prompt.ids
         return body

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.deployment.served_model import ServedModel
-from serve_app.openai.request.plan import Asked, Choice, Origin, plan
+from serve_app.openai.request.plan import Asked, ChoiceRequest, Origin, plan
 from serve_app.openai.request.prompts import completion_prompts
 from serve_app.openai.request.schema import CompletionFields
 from serve_app.openai.request.settings import ApiSettings
 from serve_app.openai.response import logprobs
 from serve_app.openai.response.delta import Delta
-from serve_app.openai.response.shape import Head, Job
+from serve_app.openai.response.response_builder import Job, ResponseEnvelope
 from serve_app.openai.response.writing import writing
 from serve_app.text.tokenizer import Tokenizer
 
@@ -29,13 +29,13 @@ async def job(model: ServedModel, settings: ApiSettings, fields: CompletionField
         prompt_logprobs=_prompt_logprobs(fields),
     )
     choices = plan(model, settings, fields, asked, await completion_prompts(model, fields), origin)
-    head = Head(f"cmpl-{origin.request_id}", model.name, created)
+    envelope = ResponseEnvelope(f"cmpl-{origin.request_id}", model.name, created)
     options = fields.stream_options
     return Job(
         endpoint="completions",
         choices=choices,
         writing=writing(model, fields, echo=fields.echo),
-        shape=CompletionShape(head, model.tokenizer, fields, choices),
+        response_builder=CompletionResponseBuilder(envelope, model.tokenizer, fields, choices),
         stream=fields.stream,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
@@ -43,29 +43,29 @@ async def job(model: ServedModel, settings: ApiSettings, fields: CompletionField
 
 
 @dataclass(frozen=True)
-class CompletionShape:
+class CompletionResponseBuilder:
     """The JSON of completions. Without a tokenizer, or with ``return_token_ids``, choices carry token ids."""
 
-    head: Head
+    envelope: ResponseEnvelope
     tokenizer: Tokenizer | None
     fields: CompletionFields
-    choices: Sequence[Choice]
+    choices: Sequence[ChoiceRequest]
 
     @property
     def shows_tokens(self) -> bool:
         return self.fields.logprobs is not None or self.fields.return_token_ids or self.tokenizer is None
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
         return []
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self.head.object("text_completion", [self._choice(delta)])
+        return self.envelope.object("text_completion", [self._choice(delta)])
 
     def last(self) -> dict[str, Any]:
-        return self.head.object("text_completion", [])
+        return self.envelope.object("text_completion", [])
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
-        return self.head.object("text_completion", [self._choice(choice) for choice in choices])
+        return self.envelope.object("text_completion", [self._choice(choice) for choice in choices])
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         wanted = self.fields.logprobs

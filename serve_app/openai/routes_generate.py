@@ -23,7 +23,7 @@ from serve_app.openai.request.timeout import timeout_of
 from serve_app.openai.response.answer import Answering, as_api_error
 from serve_app.openai.response.disconnect import ClientGone
 from serve_app.openai.response.metrics import CLIENT_GONE, Metrics
-from serve_app.openai.response.shape import Job
+from serve_app.openai.response.response_builder import Job
 from serve_app.routing.backend import Backend
 
 MakeJob = Callable[[dict[str, Any], Origin], Awaitable[Job]]

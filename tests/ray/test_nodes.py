@@ -27,7 +27,7 @@ BUSY = "of 600 s: no room for 2 bundles of 2 CPU: the cluster is busy"
 
 RESERVE = """
 import threading, time
-from cluster.embedded.local import Shape, connect, disconnect
+from cluster.embedded.local import EmbeddedShape, connect, disconnect
 from cluster.replica.placement_group import reserve
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.placement_wait import PlacementError
@@ -47,7 +47,7 @@ def refused(settings):
     except PlacementError as error:
         return f"{{time.monotonic() - began:.1f}}|{{error}}"
 
-cluster = connect(shape=Shape(2, 1))
+cluster = connect(shape=EmbeddedShape(2, 1))
 print("impossible|" + refused(asked("tp=2")))
 print("no GPU|" + refused(asked("tp=1", device="cuda")))
 print("missing|" + refused(asked("tp=2", nodes_wait_s=2, start_timeout_s=1)))

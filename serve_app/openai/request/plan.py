@@ -20,7 +20,7 @@ _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceRequest:
     """One sequence of an answer. `first`: the first of its prompt's choices, which accounts for the prompt's tokens."""
 
     index: int
@@ -52,12 +52,12 @@ class Origin:
 
 def plan(
     model: ServedModel, settings: ApiSettings, fields: GenerationFields, asked: Asked, prompts: list[Prompt], origin: Origin
-) -> list[Choice]:
+) -> list[ChoiceRequest]:
     """The choices of an answer, by index. Raises `ApiError` (400)."""
     _check(model, settings, fields, asked, len(prompts))
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
     sampling = _sampling(model, fields, asked)
-    choices: list[Choice] = []
+    choices: list[ChoiceRequest] = []
     for prompt in prompts:
         max_tokens = _max_tokens(model, asked, len(prompt.ids))
         if fields.min_tokens > max_tokens:
@@ -73,7 +73,7 @@ def plan(
                 cache_salt=fields.cache_salt,
                 timeout_s=origin.timeout_s,
             )
-            choices.append(Choice(len(choices), turn == 0, prompt, request))
+            choices.append(ChoiceRequest(len(choices), turn == 0, prompt, request))
     return choices
 
 

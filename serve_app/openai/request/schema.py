@@ -17,7 +17,7 @@ _log = logging.getLogger("shardwright.api")
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -46,7 +46,7 @@ REFUSED = {
 """Fields that mean something to other servers, and what to do here instead. Empty or false values are let through."""
 
 
-class Fields(BaseModel):
+class RequestFields(BaseModel):
     """A request body. `parse` is the only way in."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -72,7 +72,7 @@ class StreamOptions(BaseModel):
     """Usage so far on every chunk."""
 
 
-class GenerationFields(Fields):
+class GenerationFields(RequestFields):
     """What completions and chats have in common: sampling, stopping, and what is told about it."""
 
     model: str | None = None
@@ -95,10 +95,10 @@ class GenerationFields(Fields):
     stop_token_ids: Annotated[list[int], Field(max_length=1000)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Count = 0
+    min_tokens: NonNegative = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: NonNegative | None = None
     return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     user: Annotated[str, Field(max_length=512)] = ""
@@ -113,11 +113,11 @@ class CompletionFields(GenerationFields):
     prompt: str | list[Any]
     """Its four shapes are told apart in `serve_app.openai.request.prompts`."""
     echo: bool = False
-    logprobs: Count | None = None
+    logprobs: NonNegative | None = None
     add_special_tokens: bool = True
 
 
-class ChatTemplateFields(Fields):
+class ChatTemplateFields(RequestFields):
     """How messages become a prompt."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -131,10 +131,10 @@ class ChatTemplateFields(Fields):
 class ChatFields(GenerationFields, ChatTemplateFields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: Count | None = None
+    top_logprobs: NonNegative | None = None
 
 
-class TokenizeFields(Fields):
+class TokenizeFields(RequestFields):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -146,7 +146,7 @@ class TokenizeChatFields(ChatTemplateFields):
     return_token_strs: bool = False
 
 
-class DetokenizeFields(Fields):
+class DetokenizeFields(RequestFields):
     model: str | None = None
     tokens: list[int]
 

@@ -18,7 +18,7 @@ from serve_app.openai.response.delta import Delta, join
 from serve_app.openai.response.disconnect import EventStream, while_connected
 from serve_app.openai.response.follow import follow, merge, started
 from serve_app.openai.response.metrics import CLIENT_GONE, Observation
-from serve_app.openai.response.shape import Job
+from serve_app.openai.response.response_builder import Job
 from serve_app.openai.response.usage import Usage
 from serve_app.openai.response.writer import Writer
 from serve_app.routing.backend import Backend, BackendRefused
@@ -63,7 +63,9 @@ class Answering:
                 gained[delta.index].append(delta)
                 self._count(usage, delta)
         self.observation.accepted(self.job)
-        return self.job.shape.whole([join(index, parts) for index, parts in enumerate(gained)]) | {"usage": usage.body()}
+        return self.job.response_builder.whole([join(index, parts) for index, parts in enumerate(gained)]) | {
+            "usage": usage.body()
+        }
 
     async def _started(self, deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
         try:
@@ -94,14 +96,14 @@ class Answering:
     async def _chunks(self, held: list[Delta], deltas: AsyncIterator[Delta]) -> AsyncIterator[dict[str, Any]]:
         job, usage = self.job, Usage(self.job.choices)
         for choice in job.choices:
-            for chunk in job.shape.opening(choice):
+            for chunk in job.response_builder.opening(choice):
                 yield self._with_usage(chunk, usage)
         async for delta in _chain(held, deltas):
             self._count(usage, delta)
-            if delta.text or delta.finish or (job.shape.shows_tokens and delta.entries) or delta.prompt_logprobs:
-                yield self._with_usage(job.shape.chunk(delta), usage)
+            if delta.text or delta.finish or (job.response_builder.shows_tokens and delta.entries) or delta.prompt_logprobs:
+                yield self._with_usage(job.response_builder.chunk(delta), usage)
         if job.include_usage:
-            yield job.shape.last() | {"usage": usage.body()}
+            yield job.response_builder.last() | {"usage": usage.body()}
 
     def _with_usage(self, chunk: dict[str, Any], usage: Usage) -> dict[str, Any]:
         if not self.job.include_usage:

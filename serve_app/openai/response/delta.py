@@ -12,7 +12,7 @@ Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TokenEntry:
     """A token of the answer. `offset`: characters of the choice's text before it; `logprob` only where known."""
 
     token: int
@@ -29,7 +29,7 @@ class Delta:
 
     index: int
     text: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
     generated: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.wire.requests import TokenLogprob
-from serve_app.openai.response.delta import Entry
+from serve_app.openai.response.delta import TokenEntry
 from serve_app.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
@@ -24,7 +24,7 @@ def label(tokenizer: Tokenizer | None, token: int) -> str:
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_label(token)
 
 
-def completion(tokenizer: Tokenizer | None, entries: Sequence[Entry], count: int) -> dict[str, Any]:
+def completion(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
     """The ``logprobs`` of a completion. Alternatives hold the `count` best tokens and the chosen one."""
     return {
         "tokens": [label(tokenizer, entry.token) for entry in entries],
@@ -34,7 +34,7 @@ def completion(tokenizer: Tokenizer | None, entries: Sequence[Entry], count: int
     }
 
 
-def chat(tokenizer: Tokenizer | None, entries: Sequence[Entry], count: int) -> dict[str, Any]:
+def chat(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
     """The ``logprobs`` of a chat choice. Alternatives are exactly the `count` best tokens (fewer in a small vocabulary)."""
     content = []
     for entry in entries:

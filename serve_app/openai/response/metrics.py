@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from serve_app.openai.response.delta import Delta
-from serve_app.openai.response.shape import Job
+from serve_app.openai.response.response_builder import Job
 
 CLIENT_GONE = 499
 """Status of requests whose client left; no answer was sent with it."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serve_app.openai.request.plan import Choice
+from serve_app.openai.request.plan import ChoiceRequest
 from serve_app.openai.response.delta import Delta
 
 
 class Usage:
     """Counts as deltas come."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[ChoiceRequest]) -> None:
         self._firsts = {choice.index for choice in choices if choice.first}
         self._cached: dict[int, int] = {}
         self.prompt_tokens = sum(len(choice.prompt.ids) for choice in choices if choice.first)

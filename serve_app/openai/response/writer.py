@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from actors.wire.requests import TokenEvent, TokenLogprob
-from serve_app.openai.response.delta import Delta, Entry
+from serve_app.openai.response.delta import Delta, TokenEntry
 from serve_app.text.detokenize import Detokenizer
 from serve_app.text.stop_strings import StopStrings
 from serve_app.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Writer:
         return delta
 
     def _token(self, delta: Delta, token: int, logprob: TokenLogprob | None, hidden: bool) -> None:
-        delta.entries.append(Entry(token, self._text.length, logprob))
+        delta.entries.append(TokenEntry(token, self._text.length, logprob))
         delta.generated += 1
         self._generated += 1
         if not hidden:
@@ -98,7 +98,7 @@ class Writer:
         delta.text = text[shift:] if self._prompt_text is None else self._prompt_text
         self._text.length = len(delta.text)
         for token, start, logprob in zip_longest(self._prompt, starts, logprobs or ()):
-            delta.entries.append(Entry(token, min(max(0, start - shift), len(delta.text)), logprob))
+            delta.entries.append(TokenEntry(token, min(max(0, start - shift), len(delta.text)), logprob))
 
 
 class _Text:

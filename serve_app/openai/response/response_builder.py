@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serve_app.openai.request.plan import Choice
+from serve_app.openai.request.plan import ChoiceRequest
 from serve_app.openai.response.delta import Delta
 from serve_app.openai.response.writer import Writing
 
 
-class Shape(Protocol):
+class ResponseBuilder(Protocol):
     """An endpoint's JSON. All objects lack ``usage``, which the loop adds."""
 
     @property
     def shows_tokens(self) -> bool:
         """Whether tokens are told of, even while their text is held back."""
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
         """Chunks that begin a choice's stream, before anything was generated."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
@@ -36,16 +36,16 @@ class Job:
     """A request that passed every check: what to run, how to write it, and how to send it."""
 
     endpoint: str
-    choices: list[Choice]
+    choices: list[ChoiceRequest]
     writing: Writing
-    shape: Shape
+    response_builder: ResponseBuilder
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseEnvelope:
     """What every object of an answer starts with."""
 
     id: str
