@@ -32,7 +32,8 @@ _WAIT_S = 60.0
 
 @dataclass
 class Pools:
-    """Two replicas. `on_prefill_request`, `on_prefill_event` and `on_decode_event` may change what passes between them, or act on it: a fault to be injected."""
+    """Two replicas. `on_prefill_request`, `on_prefill_event` and `on_decode_event` may change what passes between them, or act
+    on it: a fault to be injected."""
 
     prefill: InProcess
     decode: InProcess
@@ -112,7 +113,8 @@ def pools(
     range_bytes: int = 1,
     **settings: object,
 ) -> Iterator[Pools]:
-    """Replicas under two layouts. `settings`: of `DisaggregationConfig`, on both sides; `transport` makes those of ranks; `range_bytes`: see
+    """Replicas under two layouts. `settings`: of `DisaggregationConfig`, on both sides; `transport` makes those of ranks;
+    `range_bytes`: see
     `RankConfig`, so few that every range is sent by itself."""
     board = Switchboard()
     make = partial(transport, board)

@@ -6,8 +6,8 @@
 
 `schedule` decides a step and `update` applies its result; nothing here waits, sends or looks at a clock.
 
-A step is filled in this order, on each DP rank (`dp_rank.py`) within `max_batch_tokens`: one token of every decoding sequence (or,
-over several stages, of those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new
+A step is filled in this order, on each DP rank (`dp_rank.py`) within `max_batch_tokens`: one token of every decoding sequence
+(or, over several stages, of those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new
 admissions. On admission a sequence gets its DP rank, where it stays, and all blocks for the tokens it has, so prompts never
 compete half way; only a decode can find no block and preempt.
 
@@ -15,7 +15,8 @@ A decode may be planned before its token is known: the ranks keep what they samp
 discarded when it comes back.
 
 In a pool the queue is the same: on the decode side a request gets blocks on admission and waits for them to be filled
-(`decode_transfers.py`); on the prefill side it leaves with its first token, and its blocks when they are sent (`prefill_transfers.py`).
+(`decode_transfers.py`); on the prefill side it leaves with its first token, and its blocks when they are sent
+(`prefill_transfers.py`).
 """
 
 from __future__ import annotations

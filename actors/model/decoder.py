@@ -92,7 +92,8 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def serve(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Tensor:
-        """Run this stage's experts for the tokens of other DP ranks, in a step in which this rank's DP rank has none: [0, hidden]."""
+        """Run this stage's experts for the tokens of other DP ranks, in a step in which this rank's DP rank has none: [0,
+        hidden]."""
         exchange = self.exchanges.of(new_lens_across_dp, copy_offset)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)

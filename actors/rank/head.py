@@ -1,4 +1,5 @@
-"""From the last stage's hidden states to logits: of a DP rank's own rows, or of those of all DP ranks (`placement.layout.lm_head`).
+"""From the last stage's hidden states to logits: of a DP rank's own rows, or of those of all DP ranks
+(`placement.layout.lm_head`).
 
 Two DP ranks of two tp ranks, the head over the stage; DP rank 0 wants tokens for rows a b c, DP rank 1 for row d::
 

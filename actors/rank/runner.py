@@ -58,9 +58,9 @@ class Runner:
     `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
     samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
 
-    Of a plan a rank knows the rows of its DP rank only, and a DP rank chooses its tokens by itself; unless the head is split over all
-    DP ranks (`placement.layout.lm_head`): then those that sample know all rows, and choose for all DP ranks. A DP rank without rows
-    skips the layers, and answers with nothing: groups of its ranks alone are silent.
+    Of a plan a rank knows the rows of its DP rank only, and a DP rank chooses its tokens by itself; unless the head is split
+    over all DP ranks (`placement.layout.lm_head`): then those that sample know all rows, and choose for all DP ranks. A DP
+    rank without rows skips the layers, and answers with nothing: groups of its ranks alone are silent.
     """
 
     def __init__(

@@ -75,7 +75,8 @@ class Workers:
         self.close()
 
     def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> WatchedRanks:
-        """The ranks of `config.layout`, on the first workers (`routes`: see `StartRanks`). Raises `LinkError` when one cannot."""
+        """The ranks of `config.layout`, on the first workers (`routes`: see `StartRanks`). Raises `LinkError` when one
+        cannot."""
         world = config.layout.world
         if world > len(self._pipes):
             raise ValueError(f"{config.layout} needs {world} ranks, but there are {len(self._pipes)} workers")

@@ -44,7 +44,8 @@ StartRanks = Callable[[RankConfig, int, Routes | None], WatchedRanks]
 
 
 class WatchedThreads:
-    """`WatchedRanks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note more."""
+    """`WatchedRanks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note
+    more."""
 
     def __init__(
         self,

@@ -71,8 +71,8 @@ class StepPlan(Message):
 
     @property
     def copy_offset(self) -> int:
-        """Where the step's tokens begin in the round robin over copies (`placement.experts.expert_map`): it moves on as sequences do, and is
-        the same whenever the same rows run."""
+        """Where the step's tokens begin in the round robin over copies (`placement.experts.expert_map`): it moves on as
+        sequences do, and is the same whenever the same rows run."""
         return sum(row.start for row in self.rows)
 
     def new_lens(self, dp_size: int) -> list[list[int]]:

@@ -51,7 +51,8 @@ class ReplicaRanks:
 
 
 def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> ReplicaRanks:
-    """Bring up all ranks of one replica in its reserved bundles. On any failure every rank is ended, and `LaunchError` says why."""
+    """Bring up all ranks of one replica in its reserved bundles. On any failure every rank is ended, and `LaunchError` says
+    why."""
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:

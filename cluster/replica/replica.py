@@ -46,7 +46,8 @@ _REBUILDS = 3
 
 
 class Replica:
-    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `role_report`, `change_role`,
+    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `role_report`,
+    `change_role`,
     `check_health`."""
 
     def __init__(self, settings: ReplicaSettings, name: str) -> None:
@@ -82,7 +83,8 @@ class Replica:
         A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
         The last event of a prompt that was not handed off is returned as well as sent.
 
-        `excluded_replicas` names replicas that refused it, `preferred_replica` that which shall have it; routers read them, nothing here. `least_prefill_load`:
+        `excluded_replicas` names replicas that refused it, `preferred_replica` that which shall have it; routers read them,
+        nothing here. `least_prefill_load`:
         what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more
         to do itself. `is_fallback`: see `ReplicaRole.admit`.
         """

@@ -1,8 +1,8 @@
 """What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
 
-`d` is head_dim, `e` bytes an element; an output that is exchanged has its log-sum-exp (4 bytes) beside it. Latent attention sends
-queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim. Layers
-of unlike heads (`placement.model.attention_kind`, which has all of these dimensions) are counted kind by kind::
+`d` is head_dim, `e` bytes an element; an output that is exchanged has its log-sum-exp (4 bytes) beside it. Latent attention
+sends queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim.
+Layers of unlike heads (`placement.model.attention_kind`, which has all of these dimensions) are counted kind by kind::
 
     dcp all_gather     queries of rows with cached keys, to the group         own heads * tokens * d * e
     cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
@@ -12,8 +12,8 @@ of unlike heads (`placement.model.attention_kind`, which has all of these dimens
     cp  all_to_all     their partial outputs, back                            group's heads * all tokens * (d * e + 4)
     dcp all_to_all     partial outputs of the gathered queries, back          group's heads * tokens * (d * e + 4)
 
-Keys and values of a split row are its new tokens, and where keys are exchanged (`placement.ownership.context.passes_kv`) the cached
-ones too.
+Keys and values of a split row are its new tokens, and where keys are exchanged (`placement.ownership.context.passes_kv`) the
+cached ones too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class _Step:
         return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
 
     def passed_kv_bytes(self, cp_rank: int) -> int:
-        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are exchanged."""
+        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are
+        exchanged."""
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.pass_kv_rows)

@@ -42,8 +42,8 @@ class Routed:
 
 @dataclass(frozen=True)
 class DispatchedLayers:
-    """One rank in one step (of all DP ranks): the layers whose tokens are dispatched to experts, and how. `routed`: those of each such
-    layer."""
+    """One rank in one step (of all DP ranks): the layers whose tokens are dispatched to experts, and how. `routed`: those of
+    each such layer."""
 
     spec: ModelSpec
     layout: Layout

@@ -212,7 +212,8 @@ def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
-    split over all DP ranks these are of all DP ranks' rows, which are gathered before: each rank brings its share of its DP rank's."""
+    split over all DP ranks these are of all DP ranks' rows, which are gathered before: each rank brings its share of its DP
+    rank's."""
     if not rank_step.own.last_stage or rank_step.coords.cp > 0:
         return
     axis, size, step = "tp", rank_step.layout.tp, rank_step.step

@@ -7,9 +7,9 @@ Two DP ranks (attn_dp) of two tp ranks, 100 vocabulary rows::
     lm_head=dp_rank  0-49      50-99     0-49      50-99     each DP rank chooses its tokens by itself
     lm_head=stage    0-24      25-49     50-74     75-99     all choose those of all DP ranks together
 
-Over the stage a rank holds, and reads in every step, as many times less of the head as there are DP ranks. Before it the rows that
-tokens are chosen from are gathered from all DP ranks, each rank bringing its share of its DP rank's; sampling exchanges go over the
-same group. A DP rank without rows takes part, since the others need its part of the vocabulary.
+Over the stage a rank holds, and reads in every step, as many times less of the head as there are DP ranks. Before it the rows
+that tokens are chosen from are gathered from all DP ranks, each rank bringing its share of its DP rank's; sampling exchanges
+go over the same group. A DP rank without rows takes part, since the others need its part of the vocabulary.
 
 The rule, where ``lm_head=auto``: over the stage where DP ranks meet in every layer anyway (models with experts) and a rank is
 spared at least `WORTH_BYTES`: reading those takes a GPU of 3.35 TB/s about 20 µs, as long as the one gather takes to start.

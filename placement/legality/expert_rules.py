@@ -1,8 +1,8 @@
 """The rules of the axes that place experts: `ep`, `moe_tp`, `moe_dp` and `redundant_experts`.
 
 Everything that fills the stage is legal for a model with experts, beside any `attn_dp`, `cp` and `tp`: experts need not divide
-over `ep` ranks, nor columns over `moe_tp` ranks. Dense layers may run on `attn_dp` DP ranks, each of which has them whole, and so
-may a dense model.
+over `ep` ranks, nor columns over `moe_tp` ranks. Dense layers may run on `attn_dp` DP ranks, each of which has them whole, and
+so may a dense model.
 """
 
 from __future__ import annotations

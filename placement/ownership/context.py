@@ -148,9 +148,9 @@ def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overl
 
     The rule of Yang et al. 2024 (arXiv 2411.01783): the KV is exchanged where it is no larger than the queries,
     ``new / (new + cached) >= 2 kv_heads / q_heads``, or where there is enough arithmetic to hide it behind,
-    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that are exchanged come back as outputs,
-    which nothing hides: without overlap (CPU) they count twice, and the limit is ``kv_heads / q_heads``. There only their
-    proportion counts: any weights of queries and keys will do (`placement.ownership.context_heads.weights`).
+    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that are exchanged come back as
+    outputs, which nothing hides: without overlap (CPU) they count twice, and the limit is ``kv_heads / q_heads``. There only
+    their proportion counts: any weights of queries and keys will do (`placement.ownership.context_heads.weights`).
     """
     share = new / (new + cached)
     if overlap is None:

@@ -1,4 +1,5 @@
-"""What is exchanged where the keys of a sequence lie on several ranks: whose heads a dcp group has, what keys and queries weigh."""
+"""What is exchanged where the keys of a sequence lie on several ranks: whose heads a dcp group has, what keys and queries
+weigh."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ def group_heads(kind: AttentionKind, layout: Layout, tp_rank: int) -> list[range
 
 
 def weights(kind: AttentionKind, layout: Layout, tp_rank: int) -> tuple[int, int]:
-    """What is exchanged for each token in a layer of a kind, in values: its queries of the dcp group's heads and the parts that come
-    back for them, or its keys and values. The proportion decides which it is to be (`placement.ownership.context.passes_kv`)::
+    """What is exchanged for each token in a layer of a kind, in values: its queries of the dcp group's heads and the parts
+    that come back for them, or its keys and values. The proportion decides which it is to be
+    (`placement.ownership.context.passes_kv`)::
 
         heads * (key_dim + value_dim)             kv_heads * (key_dim + value_dim)       as heads to kv_heads
         heads * (latent_dim + kv_lora_rank)       latent_dim                             latents weigh next to nothing

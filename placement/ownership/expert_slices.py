@@ -146,7 +146,8 @@ def _gpt_oss(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cu
 
 
 def _interleaved(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
-    """Gate and up where their columns are interleaved: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no `hidden`."""
+    """Gate and up where their columns are interleaved: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no
+    `hidden`."""
     shape = (moe.num_experts, *hidden, 2 * moe.expert_size)
 
     def cut(expert: int) -> tuple[WeightSlice, ...]:

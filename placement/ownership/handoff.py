@@ -36,7 +36,8 @@ from placement.ownership.shards import shard
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the DP rank of the sequence."""
+    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the DP rank of the
+    sequence."""
 
     layout: Layout
     page_tokens: int = BLOCK_TOKENS

@@ -199,7 +199,8 @@ def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
 
 
 def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
-    """Vocabulary rows of the head on the ranks of a stage, in DP rank order: those of the embedding, or split over all DP ranks."""
+    """Vocabulary rows of the head on the ranks of a stage, in DP rank order: those of the embedding, or split over all DP
+    ranks."""
     if not is_over_stage(spec, layout):
         return vocabulary(spec, layout.tp, layout.tp_shares) * layout.attn_dp
     return vocabulary(spec, layout.attn_dp * layout.tp, layout.tp_shares and layout.tp_shares * layout.attn_dp)

@@ -35,7 +35,8 @@ _SENT_S = 2.0
 
 @dataclass(frozen=True)
 class Route:
-    """Who is asked next, and for what. `generate`: a handle's method; `hints`: what the replica and the router are told besides.
+    """Who is asked next, and for what. `generate`: a handle's method; `hints`: what the replica and the router are told
+    besides.
 
     `replica`: the one that was chosen; empty where the router chooses.
     """

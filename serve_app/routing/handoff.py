@@ -1,4 +1,5 @@
-"""The ingress in prefill/decode disaggregation: given a ticket, it asks a replica that takes prompts, and tells the decode side where none can be asked.
+"""The ingress in prefill/decode disaggregation: given a ticket, it asks a replica that takes prompts, and tells the decode
+side where none can be asked.
 
 ingress ──request, ticket──→ prefill replica ── first token, how it ended ──→ decode replica
         ──refused, or lost───────────────────────────────────────────────────→

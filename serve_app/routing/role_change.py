@@ -19,8 +19,8 @@ async def change_role(
 ) -> RoleReport:
     """Have `replica` become `role` when it has nothing left of what that role does not take; given up after `within_s` seconds.
 
-    Returns how it stands; `pool_members` tells how it goes on. Raises `RoleRefused` where a kind of work in `needed` would be left to
-    nobody, in which case nothing changes.
+    Returns how it stands; `pool_members` tells how it goes on. Raises `RoleRefused` where a kind of work in `needed` would be
+    left to nobody, in which case nothing changes.
     """
     await pool_members.refresh(at_once=True)
     member = _named(pool_members, replica)

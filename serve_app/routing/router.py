@@ -13,11 +13,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class EngineRouter(RequestRouter):
-    """Counts what this process has sent. Replicas to avoid are in the call's ``excluded_replicas``, the one to take is in ``preferred_replica`` (see
+    """Counts what this process has sent. Replicas to avoid are in the call's ``excluded_replicas``, the one to take is in
+    ``preferred_replica`` (see
     `serve_app.routing.handle_backend` and `serve_app.routing.pooled_backend`).
 
-    A replica that is making its ranks anew refuses at once, so it always has fewest requests: without `excluded_replicas`, it would be
-    asked again and again while another could serve.
+    A replica that is making its ranks anew refuses at once, so it always has fewest requests: without `excluded_replicas`, it
+    would be asked again and again while another could serve.
     """
 
     def initialize_state(self, **_settings: Any) -> None:

@@ -20,8 +20,8 @@ def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
     """Where a sequence starts: of the DP ranks with room for it, the one with least to hold and compute besides what is cached.
 
     Counted in blocks: those that others hold there and it does not share, and those it would have to fill. So a cached front
-    draws it to its DP rank, until others there hold more than the front is long. Ties go to the DP rank that runs fewer sequences,
-    then to the first.
+    draws it to its DP rank, until others there hold more than the front is long. Ties go to the DP rank that runs fewer
+    sequences, then to the first.
     """
     fitting = [dp_rank for dp_rank in dp_ranks if dp_rank.has_room(sequence)]
     return min(fitting, key=lambda dp_rank: (dp_rank.cost(sequence), len(dp_rank.running), dp_rank.index), default=None)

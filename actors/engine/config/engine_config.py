@@ -32,8 +32,8 @@ class DisaggregationConfig(BaseModel):
     first_heartbeat_timeout_s: Seconds = 5.0
     """From a ticket to the first heartbeat of a prefill replica that has it; then there is none."""
     heartbeat_timeout_s: Seconds = 20.0
-    """From each heartbeat to the next; then the decode side computes the prompt. A prefill side sends one a second, but none while
-    a step runs, which may take long where a CPU is busy."""
+    """From each heartbeat to the next; then the decode side computes the prompt. A prefill side sends one a second, but none
+    while a step runs, which may take long where a CPU is busy."""
     grace_s: Seconds = 5.0
     """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""
 
@@ -71,7 +71,8 @@ class EngineConfig(BaseModel):
 
     A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
     so that
-    ``kv_owners * num_blocks`` blocks can be in use at once; on each of the `dp_size` DP ranks, which have ranks of their own (attn_dp).
+    ``kv_owners * num_blocks`` blocks can be in use at once; on each of the `dp_size` DP ranks, which have ranks of their own
+    (attn_dp).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -112,7 +112,8 @@ class DecodeTransfers:
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """The rule: a prompt is handed off if this engine has `DisaggregationConfig.least_tokens` of it or more in neither cache nor tiers."""
+        """The rule: a prompt is handed off if this engine has `DisaggregationConfig.least_tokens` of it or more in neither
+        cache nor tiers."""
         disaggregation = self._config.disaggregation
         return disaggregation is not None and sequence.reserves and sequence.todo >= disaggregation.least_tokens
 

@@ -1,4 +1,5 @@
-"""Prefill/decode disaggregation and KV offloading in the engine: prompts on their way in, prompts on their way out, blocks that are fetched.
+"""Prefill/decode disaggregation and KV offloading in the engine: prompts on their way in, prompts on their way out, blocks
+that are fetched.
 
 Three books, each with its own states; together they say what the next plan tells the ranks, and what there is to count.
 """

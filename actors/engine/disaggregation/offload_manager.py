@@ -8,8 +8,8 @@
 
 What this engine had saved it believes to be there, as much as the tiers hold; what others saved it sees in the directory. To
 be wrong costs a look: ranks say how many blocks they found, and the rest is computed. Blocks that are being filled go to
-nobody else before every rank has said so, whatever becomes of their sequence: one that has waited `OffloadConfig.fetch_timeout_s` is computed
-in other blocks, and nobody asks the tiers while a rank still owes an answer.
+nobody else before every rank has said so, whatever becomes of their sequence: one that has waited
+`OffloadConfig.fetch_timeout_s` is computed in other blocks, and nobody asks the tiers while a rank still owes an answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Prefill side of prefill/decode disaggregation: what an engine has yet to send, blocks that stay where they are until every rank has sent its part.
+"""Prefill side of prefill/decode disaggregation: what an engine has yet to send, blocks that stay where they are until every
+rank has sent its part.
 
     begin ──→ COMPUTING ──first token──→ SENDING ──all ranks done──→ DONE   last event: ``handoff``
                   │                        │
                   └──cancelled, late, a rank failed──→ STOPPING ──all ranks done──→ DONE   last event: ``abort``, ``deadline``
 
 The last event of a ticket goes out when no rank writes any more: to the decode side it means that the blocks are its own again.
-Until its sequence has left, a ticket gets a heartbeat about once a second, as long as every rank that may write has been heard of:
+Until its sequence has left, a ticket gets a heartbeat about once a second, as long as every rank that may write has been heard
+of:
 a rank that sends says so by itself, and a result is a sign of all of them.
 """
 

@@ -74,7 +74,8 @@ class RankLink(Protocol):
         """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""
 
     def receive(self, timeout_s: float) -> StepResult:
-        """The next result, that of all DP ranks. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are lost."""
+        """The next result, that of all DP ranks. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are
+        lost."""
 
     def close(self) -> None:
         """Say goodbye to the ranks and release the socket. Calling twice is harmless."""

@@ -31,7 +31,8 @@ class ResultJoiner:
         return [output_rank for output_rank, results in self._waiting.items() if not results]
 
     def add(self, output_rank: int, result: StepResult) -> StepResult | None:
-        """Take a DP rank's result; the whole step's if this was the last one missing. Raises `LinkError` where DP ranks disagree."""
+        """Take a DP rank's result; the whole step's if this was the last one missing. Raises `LinkError` where DP ranks
+        disagree."""
         self._waiting[output_rank].append(result)
         return (
             None if self.missing else joined({output_rank: results.popleft() for output_rank, results in self._waiting.items()})

@@ -1,9 +1,9 @@
 """Stand-in ranks in this process, for tests of whatever sits on an engine: no torch, no model, exact answers.
 
 The "model" is a hash of the whole history, so a wrong token, position, block or cache hit changes everything after it. It
-keeps its KV in blocks as the ranks would (all DP ranks and KV owners in one): the state after each token is written to its slot,
-and every row first reads its whole context back through its block table, on its DP rank. A plan that a real rank could not run
-raises `ScriptError`.
+keeps its KV in blocks as the ranks would (all DP ranks and KV owners in one): the state after each token is written to its
+slot, and every row first reads its whole context back through its block table, on its DP rank. A plan that a real rank could
+not run raises `ScriptError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention.context.backend`, for latents.
 
-What is exchanged is latents, not heads. Own queries attend to fresh latents in the form that is cheaper for their row; cached latents
-are attended to absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
+What is exchanged is latents, not heads. Own queries attend to fresh latents in the form that is cheaper for their row; cached
+latents are attended to absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Four ranks, ``tp=2, cp=2`` (two tp groups) and ``ep=4``, in mode ``a2a``; token 
     own           a0 + a3         b1              c1 + c2         d0           added up in rank order, in fp32
     join          a b             a b             c d             c d          all_gather over tp
 
-With ``moe_tp > 1`` a token goes to all ranks that hold columns of its experts. A rank whose DP rank has no rows in the step runs
-its experts for the others all the same, with no token of its own. In mode ``gather`` all own tokens go to all
+With ``moe_tp > 1`` a token goes to all ranks that hold columns of its experts. A rank whose DP rank has no rows in the step
+runs its experts for the others all the same, with no token of its own. In mode ``gather`` all own tokens go to all
 ranks of the copy, which route them alike and run what is theirs, and a reduce_scatter adds up the results where the tokens
 came from. In mode ``sum`` the tp group is the copy: everything is on every rank, so only results are added up.
 

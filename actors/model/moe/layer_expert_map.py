@@ -6,9 +6,9 @@ Ten experts and two redundant ones in three slots on each of four ranks; this is
     experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         copies 1
                                        └ own
 
-Tokens go round robin over the copies of an expert: a token's offset is that of the step (`StepPlan.copy_offset`) and its own number among
-those of the copy, so every rank finds it in the plan, and a lone sequence uses all copies too. Copies are equal: what comes out
-does not depend on offsets.
+Tokens go round robin over the copies of an expert: a token's offset is that of the step (`StepPlan.copy_offset`) and its own
+number among those of the copy, so every rank finds it in the plan, and a lone sequence uses all copies too. Copies are equal:
+what comes out does not depend on offsets.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, mon
 
 
 def in_dp_ranks(dp_size: int) -> tuple[list[StepPlan], list[tuple[RowShape, ...]]]:
-    """The plans with their sequences split over DP ranks, some of which are idle then in some steps; and what they are to run."""
+    """The plans with their sequences split over DP ranks, some of which are idle then in some steps; and what they are to
+    run."""
     plans = [
         plan.model_copy(
             update={

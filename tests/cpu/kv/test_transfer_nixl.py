@@ -143,7 +143,8 @@ def _write_twice(pipe: Connection) -> None:
 
 
 def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
-    """It may never answer; the writer goes on with others, lets go of it and ends. (When to: `actors.kv_transfer.prompt_sender`.)"""
+    """It may never answer; the writer goes on with others, lets go of it and ends. (When to:
+    `actors.kv_transfer.prompt_sender`.)"""
     spawn = multiprocessing.get_context("spawn")
     pipes = [Pipe() for _ in range(3)]
     readers = [spawn.Process(target=_be_written_to, args=(end,), daemon=True) for _, end in pipes[:2]]

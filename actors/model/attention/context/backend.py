@@ -198,7 +198,8 @@ class ContextAttention:
         shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
 
     def _contribution(self, kv: Tensor, call: _Layer) -> Tensor:
-        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are exchanged."""
+        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are
+        exchanged."""
         plan = call.plan
         parts = [kv[plan.split_tokens]]
         for row in plan.pass_kv_rows:

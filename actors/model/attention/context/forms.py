@@ -20,7 +20,8 @@ from actors.model.attention.context.local_rows import LocalRow
 
 
 class AttentionForm(Protocol):
-    """One way in which queries attend to keys. `partial_dim` is that of a part; a kernel's own dimensions are whatever it was given."""
+    """One way in which queries attend to keys. `partial_dim` is that of a part; a kernel's own dimensions are whatever it was
+    given."""
 
     @property
     def partial_dim(self) -> int: ...

@@ -1,4 +1,5 @@
-"""Assignment: the least is crossed that can be, by brute force on small clusters, and what talks most sits nearest on large ones."""
+"""Assignment: the least is crossed that can be, by brute force on small clusters, and what talks most sits nearest on large
+ones."""
 
 from __future__ import annotations
 
