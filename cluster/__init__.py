@@ -1,1 +1,1 @@
-
+"""Puts replicas on a Ray cluster and keeps them alive."""

@@ -1,6 +1,6 @@
-"""What goes where, and what it costs: values and decisions, all pure. Never torch, never ray.
+"""Decides what goes where, and what it costs: pure values, without torch and without Ray.
 
-checkpoint_header -> ModelSpec ─┐
-Layout.parse      -> Layout ────┼─> Layout.check ─> mesh (who sits where) ─> shards (who owns what) ─> memory, bundles
-hardware          -> ClusterSpec┘
+checkpoint.header -> ModelSpec ─┐
+Layout.parse      -> Layout ────┼─> legality.check ─> mesh (the rank grid) ─> shards (who owns what) ─> cost, nodes
+nodes.hardware    -> ClusterSpec┘
 """

@@ -1,0 +1,1 @@
+"""KV blocks spilled to host memory and to disk, and fetched back."""

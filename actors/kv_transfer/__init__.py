@@ -1,0 +1,1 @@
+"""KV cache from rank to rank of unlike layouts: the KV connector of prefill/decode disaggregation."""

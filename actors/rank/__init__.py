@@ -1,0 +1,1 @@
+"""One rank at work: it takes step plans, runs its part of the model, and answers."""

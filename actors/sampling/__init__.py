@@ -1,1 +1,1 @@
-"""How a rank turns its slice of the logits into tokens and log-probabilities, together with its tp peers."""
+"""From logits to tokens: each rank has a slice of the vocabulary, and all choose the same token."""

@@ -1,1 +1,1 @@
-"""Does a layout compute what one rank computes? Cases, a recorder on every rank, and the verdict."""
+"""Proves a layout: runs it beside one rank, and tells rounding from a fault."""

@@ -1,0 +1,1 @@
+"""What crosses a process boundary: requests, step plans, results, KV and expert messages, settings of ranks."""

@@ -1,0 +1,1 @@
+"""What a Ray cluster has: nodes, slots, labels, and measured links."""

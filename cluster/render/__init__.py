@@ -1,1 +1,1 @@
-"""Files that bring a layout to machines: Serve files, `ray up` files, Kubernetes manifests. Plain values until written."""
+"""Files that bring a layout to machines: for Serve, `ray up` and KubeRay."""

@@ -1,0 +1,1 @@
+"""Reads what a model is from a checkpoint's headers, whatever its format. No weight is touched."""

@@ -1,0 +1,1 @@
+"""Layouts as text and drawings: the grid, one layer, traffic, memory, balance."""

@@ -1,0 +1,1 @@
+"""What a model is: its sizes, attention kinds and experts, as one frozen value."""

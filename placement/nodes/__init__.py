@@ -1,0 +1,1 @@
+"""Machines and the links between them; which node each bundle of a replica goes to."""

@@ -1,0 +1,1 @@
+"""Who owns which slice of the weights, which KV block and which token, under any layout."""

@@ -1,0 +1,1 @@
+"""What is to be deployed: settings, pools, the model's files, checked before anything starts."""

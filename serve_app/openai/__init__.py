@@ -1,1 +1,1 @@
-"""The OpenAI-shaped HTTP endpoint, over any `serve_app.routing.backend.Backend`."""
+"""The OpenAI endpoint as a FastAPI application."""

@@ -1,0 +1,1 @@
+"""Which replica gets a request: the backends behind the HTTP endpoint, pools, and hand-offs between them."""

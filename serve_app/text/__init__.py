@@ -1,1 +1,1 @@
-"""Text at the edge: tokenizer, chat template, detokenising and stop strings. Nothing below `serve_app` sees a string."""
+"""Text at the edge: tokenizers, chat templates, detokenising and stop strings."""

@@ -1,66 +1,103 @@
-"""The contract of the house: which package may import which, counting lazy and type-only imports."""
+"""The contract of the house: who may import whom (lazy and type-only imports count), and the words it is written in."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.pure.house import FORBIDDEN, MOST_FILES, PACKAGES, ROOMS
+
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = {"placement": 0, "actors": 1, "cluster": 2, "serve_app": 3}
-FORBIDDEN = {
-    "placement": {"torch", "ray", "zmq", "fastapi", "transformers"},
-    "actors/engine": {"torch", "ray", "fastapi", "transformers"},
-    "actors/model": {"ray", "zmq", "fastapi", "transformers"},
-    "actors": {"ray", "fastapi", "starlette", "transformers"},
-    "cluster": {"fastapi", "starlette", "typer", "transformers"},
-    "serve_app": {"transformers"},
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+ORDER = {
+    f"{package}/{folder}".removesuffix("/"): place
+    for place, (package, folder) in enumerate((package, folder) for package, folders in ROOMS.items() for folder in folders)
 }
-FILES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
+"""Place of every folder in the order of imports."""
+SENTENCES = {
+    f"{package}/{folder}".removesuffix("/"): line for package, rooms in ROOMS.items() for folder, line in rooms.items()
+}
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module a file imports, wherever in the file, and the line."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield node.module or "", node.lineno
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module or "", node.lineno
 
 
-def test_imports_go_one_way() -> None:
-    upward = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
+def own_imports(path: Path) -> Iterator[tuple[Path, int]]:
+    """Files of the four packages that a file imports, and the line."""
+    yield from ((MODULES[module], line) for module, line in imports(path) if module in MODULES)
+
+
+def test_every_folder_is_in_the_order_and_says_what_it_is() -> None:
+    folders = {named(path.parent) for path in FILES if path.name != "__init__.py"}
+    assert folders == set(ORDER)
+    for folder, sentence in {**SENTENCES, **PACKAGES}.items():
+        if folder != "serve_app" or sentence == PACKAGES["serve_app"]:
+            text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
+            assert text.splitlines()[:1] == [sentence], f"{folder}/__init__.py does not begin with: {sentence}"
+
+
+def test_folders_import_only_folders_before_them() -> None:
+    wrong = [
+        f"{named(path)}:{line} imports {named(target)}"
         for path in FILES
-        for module, line in imports(path)
-        if FLOORS.get(module.split(".")[0], -1) > FLOORS[path.relative_to(ROOT).parts[0]]
+        for target, line in own_imports(path)
+        if path.name != "__init__.py"
+        and target.name != "__init__.py"
+        and ORDER[named(target.parent)] > ORDER[named(path.parent)]
     ]
-    assert upward == []
+    assert wrong == []
+
+
+def test_no_circle_of_files() -> None:
+    graph: dict[Path, set[Path]] = defaultdict(set)
+    for path in FILES:
+        graph[path] |= {target for target, _ in own_imports(path)}
+    while leaves := [path for path in graph if not graph[path] & graph.keys()]:
+        for path in leaves:
+            del graph[path]
+    assert sorted(map(named, graph)) == [], "these files import each other in a circle, or import such files"
+
+
+def test_folders_are_small_enough_to_read() -> None:
+    crowded = {named(folder): count for folder, count in Counter(p.parent for p in FILES).items() if count - 1 > MOST_FILES}
+    assert crowded == {}
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_each_package_keeps_to_its_libraries(package: str) -> None:
+def test_each_folder_keeps_to_its_libraries(package: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        f"{named(path)}:{line} imports {module}"
         for path in FILES
-        if path.relative_to(ROOT).as_posix().startswith(f"{package}/")
+        if named(path).startswith(f"{package}/")
         for module, line in imports(path)
         if module.split(".")[0] in FORBIDDEN[package]
     ]
     assert found == []
 
 
-@pytest.mark.parametrize("package", ["placement", "actors/engine"])
+@pytest.mark.parametrize("package", ["placement", "actors/engine", "actors/wire"])
 def test_pure_packages_load_neither_torch_nor_ray(package: str) -> None:
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in FILES
-        if path.relative_to(ROOT).as_posix().startswith(f"{package}/") and path.name != "__init__.py"
-    ]
+    modules = [module for module, path in MODULES.items() if named(path).startswith(f"{package}/")]
     load = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
     code = load + "print([m for m in ('torch', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -77,9 +114,9 @@ def test_ray_decorators_stand_only_where_things_are_created() -> None:
     """Plain classes everywhere: `ray.remote` and `serve.deployment` appear in the composition roots only."""
     roots = {"cluster/replica/launch.py", "cluster/nodes/measure.py", "serve_app/app.py"}
     found = {
-        path.relative_to(ROOT).as_posix()
+        named(path)
         for path in FILES
         for word in ("ray.remote", "serve.deployment(")
-        if word in path.read_text() and path.relative_to(ROOT).as_posix() not in roots
+        if word in path.read_text() and named(path) not in roots
     }
     assert found == set()

@@ -1,0 +1,1 @@
+"""The sizes and limits of one engine, and the numbers it reports."""

@@ -1,0 +1,1 @@
+"""The block manager: KV blocks, who holds them, and prefix hashes by which they are found again."""

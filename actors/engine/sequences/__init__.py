@@ -1,0 +1,1 @@
+"""Requests in the engine: the waiting queue, live sequences, and their token events."""

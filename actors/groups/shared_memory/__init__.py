@@ -1,0 +1,1 @@
+"""Collectives among processes of one host, over memory that they all map."""

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, and how one rank's slices of them reach its parameters."""
+"""Loads one rank's slices of a checkpoint into its parameters."""

@@ -1,1 +1,1 @@
-"""Multi-head latent attention (`placement.model.mla_spec`): its layer, and its two forms over any kernel."""
+"""Multi-head latent attention (MLA): its layer, and its naive and absorbed forms."""

@@ -1,0 +1,1 @@
+"""The layers of a dense transformer, on one rank's slice of the weights."""

@@ -1,1 +1,1 @@
-"""Mixture of experts: who does a token's feed-forward part, and how the parts are added up."""
+"""Mixture of experts: the router, dispatch of tokens to expert ranks, the experts, combine."""

@@ -1,0 +1,1 @@
+"""GGUF files: their header, tensor names and rope scaling."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json and the headers of safetensors files."""

@@ -1,0 +1,1 @@
+"""HTTP requests of the OpenAI endpoint: fields, prompts, limits and errors."""

@@ -1,0 +1,1 @@
+"""HTTP answers of the OpenAI endpoint, whole and streamed."""

@@ -1,0 +1,1 @@
+"""Attention on CPU, with torch's flash operator."""

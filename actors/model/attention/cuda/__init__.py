@@ -1,0 +1,1 @@
+"""Attention on CUDA, with the flash-attention package that is present."""

@@ -1,1 +1,0 @@
-"""The backends of `actors.groups.group.Group`: one rank, threads, shared memory, and torch.distributed (gloo, NCCL)."""

@@ -1,0 +1,97 @@
+"""The rooms of the four packages, in the order of their imports: a folder may import the folders before it, and no other.
+
+Read from the top, the list is a tour: values first, then decisions, then the maths of a rank, the engine, Ray, and HTTP. The
+sentence of a folder is also the first line of its ``__init__.py``.
+"""
+
+from __future__ import annotations
+
+ROOMS: dict[str, dict[str, str]] = {
+    "placement": {
+        "model": "What a model is: its sizes, attention kinds and experts, as one frozen value.",
+        "layout": "The parallel layout, the rank grid, and how rows of things are partitioned over ranks.",
+        "experts": "The map of logical experts to physical slots (EPLB), its balance, and moves from one map to another.",
+        "nodes": "Machines and the links between them; which node each bundle of a replica goes to.",
+        "ownership": "Who owns which slice of the weights, which KV block and which token, under any layout.",
+        "cost": "What a layout costs before it runs: memory, and the bytes that every collective sends.",
+        "legality": "The rules that a layout must keep, checked all at once, and the nearest legal layouts.",
+        "checkpoint/directory": "What all checkpoint formats share: typed header fields and a directory of tensors.",
+        "checkpoint/hf": "Hugging Face folders: config.json and the headers of safetensors files.",
+        "checkpoint/gguf": "GGUF files: their header, tensor names and rope scaling.",
+        "checkpoint": "Reads what a model is from a checkpoint's headers, whatever its format. No weight is touched.",
+        "explain": "Layouts as text and drawings: the grid, one layer, traffic, memory, balance.",
+    },
+    "actors": {
+        "wire": "What crosses a process boundary: requests, step plans, results, KV and expert messages, settings of ranks.",
+        "groups": "Collectives among ranks: the Group interface, and the groups of one rank and of threads.",
+        "groups/shared_memory": "Collectives among processes of one host, over memory that they all map.",
+        "groups/distributed": "Collectives over torch.distributed: NCCL between GPUs, gloo between hosts.",
+        "sampling": "From logits to tokens: each rank has a slice of the vocabulary, and all choose the same token.",
+        "model/kv": "The paged KV cache of one rank.",
+        "model/step": "What the layers of one step share: the batch, rotary embeddings, sequence-parallel regions.",
+        "model/attention": "The attention interface, and the maths that every device shares: merging, softcaps, sinks.",
+        "model/attention/cpu": "Attention on CPU, with torch's flash operator.",
+        "model/attention/cuda": "Attention on CUDA, with the flash-attention package that is present.",
+        "model/attention/context": "Attention where a sequence's keys lie on several ranks: context parallelism (cp, dcp).",
+        "model/layers": "The layers of a dense transformer, on one rank's slice of the weights.",
+        "model/latent": "Multi-head latent attention (MLA): its layer, and its naive and absorbed forms.",
+        "model/moe": "Mixture of experts: the router, dispatch of tokens to expert ranks, the experts, combine.",
+        "model/checkpoint": "Loads one rank's slices of a checkpoint into its parameters.",
+        "model": "One pipeline stage of one rank: the decoder, built from the model's spec and the rank's shard.",
+        "kv_transfer": "KV cache from rank to rank of unlike layouts: the KV connector of prefill/decode disaggregation.",
+        "kv_offload": "KV blocks spilled to host memory and to disk, and fetched back.",
+        "engine/kv": "The block manager: KV blocks, who holds them, and prefix hashes by which they are found again.",
+        "engine/link": "The link between an engine and its ranks, and from engines to the ingress, over ZeroMQ.",
+        "engine/sequences": "Requests in the engine: the waiting queue, live sequences, and their token events.",
+        "engine/config": "The sizes and limits of one engine, and the numbers it reports.",
+        "engine/batching": "How the sequences of a DP rank become step plans: token budgets and pipeline micro-batches.",
+        "engine/disaggregation": "What an engine awaits from other engines and from KV tiers, beside its own steps.",
+        "engine": "Which tokens run next: the scheduler, and the loop that sends its plans to the ranks.",
+        "rank": "One rank at work: it takes step plans, runs its part of the model, and answers.",
+        "verify": "Proves a layout: runs it beside one rank, and tells rounding from a fault.",
+    },
+    "cluster": {
+        "nodes": "What a Ray cluster has: nodes, slots, labels, and measured links.",
+        "embedded": "Joins a Ray cluster, or starts one inside the command that needs it.",
+        "replica": "One replica on Ray: its placement group, its rank actors, its engine, and its supervision.",
+        "render": "Files that bring a layout to machines: for Serve, `ray up` and KubeRay.",
+    },
+    "serve_app": {
+        "text": "Text at the edge: tokenizers, chat templates, detokenising and stop strings.",
+        "deployment": "What is to be deployed: settings, pools, the model's files, checked before anything starts.",
+        "routing": "Which replica gets a request: the backends behind the HTTP endpoint, pools, and hand-offs between them.",
+        "openai/request": "HTTP requests of the OpenAI endpoint: fields, prompts, limits and errors.",
+        "openai/response": "HTTP answers of the OpenAI endpoint, whole and streamed.",
+        "openai": "The OpenAI endpoint as a FastAPI application.",
+        "": "The composition root of the service.",
+        "commands": "The command line: one file for each command.",
+    },
+}
+
+PACKAGES = {
+    "placement": "Decides what goes where, and what it costs: pure values, without torch and without Ray.",
+    "actors": "Runs a model: the engine that schedules tokens, and the ranks that compute them.",
+    "cluster": "Puts replicas on a Ray cluster and keeps them alive.",
+    "serve_app": "Serves HTTP on Ray Serve, and has the command line.",
+}
+
+FORBIDDEN = {
+    "placement": {"torch", "ray", "zmq", "fastapi", "transformers"},
+    "actors/engine": {"torch", "ray", "fastapi", "transformers"},
+    "actors/wire": {"torch", "ray", "zmq", "fastapi", "transformers"},
+    "actors/model": {"ray", "zmq", "fastapi", "transformers"},
+    "actors": {"ray", "fastapi", "starlette", "transformers"},
+    "cluster": {"fastapi", "starlette", "typer", "transformers"},
+    "serve_app": {"transformers"},
+}
+"""Libraries that a folder and all below it never import."""
+
+MOST_FILES = 20
+"""Files of one folder at most."""
+
+BANNED_WORDS = (
+    *("courier", "librarian", "shelves", "shelf", "greeting", "greetings", "whereabouts", "seat", "seats", "seating", "seated"),
+    *("deal", "deals", "dealt", "dealing", "split_hands", "poorest", "heat", "turned_dim", "lane", "lanes", "roster", "duty"),
+    *("word_s", "quiet_s", "keeper", "tally", "hand_off", "hand_offs", "handing_over", "hand_over"),
+)
+"""Words, whole or as a part of an identifier, for which the field has a name: see ``docs/vocabulary.md``."""
