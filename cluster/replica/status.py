@@ -102,14 +102,14 @@ def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list
     if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
         return []
     ids = [node.id for node in cluster.nodes]
-    homes: dict[str, dict[int, int]] = {}
+    nodes_by_replica: dict[str, dict[int, int]] = {}
     for name, report in rank_reports().items():
         replica = name.rpartition("-rank-")[0]
         if report.location.node_id in ids and replica.rpartition("-")[0] in replicas:
-            homes.setdefault(replica, {})[report.location.world_rank] = ids.index(report.location.node_id)
+            nodes_by_replica.setdefault(replica, {})[report.location.world_rank] = ids.index(report.location.node_id)
     layout = settings.layout
     step = StepShape.of(layout.attn_dp, 1, dtype=settings.dtype, dp_size=layout.attn_dp)
-    whole = [[home[rank] for rank in range(layout.world)] for home in homes.values() if len(home) == layout.world]
+    whole = [[home[rank] for rank in range(layout.world)] for home in nodes_by_replica.values() if len(home) == layout.world]
     loads = [link_loads(settings.spec, layout, step, cluster, ranks) for ranks in whole]
     return list(dict.fromkeys(line for each in loads for line in crossing_lines(cluster, each, only_slow=True)))
 

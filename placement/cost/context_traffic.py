@@ -135,7 +135,7 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
     if rows.pass_q_rows:
         mine = rows.run(rows.pass_q_rows) * group_heads
         everybody = group_heads * sum(rows.run(rows.pass_q_rows, rank) for rank in range(layout.cp))
-        yield all_gather("attention: exchanged queries", "cp", layout.cp, mine * rows.query_bytes, calls)
+        yield all_gather("attention: passed queries", "cp", layout.cp, mine * rows.query_bytes, calls)
         sent = everybody * rows.part_bytes
         yield all_to_all("attention: their parts", "cp", layout.cp, sent, mine * rows.part_bytes, calls)
     if shared:

@@ -41,7 +41,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class DispatchedLayers:
+class DispatchTraffic:
     """One rank in one step (of all DP ranks): the layers whose tokens are dispatched to experts, and how. `routed`: those of
     each such layer."""
 
@@ -120,7 +120,7 @@ class DispatchedLayers:
         return Routed(round(sent), round(self.num_own * here), round(sum(self.own_tokens) * here))
 
 
-def to_experts(rank: DispatchedLayers) -> Iterator[TrafficEntry]:
+def to_experts(rank: DispatchTraffic) -> Iterator[TrafficEntry]:
     """From the tokens a rank holds to those its experts run."""
     size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
@@ -132,7 +132,7 @@ def to_experts(rank: DispatchedLayers) -> Iterator[TrafficEntry]:
             yield all_to_all("mlp input: dispatched rows", "moe", size, routed.sent * row, routed.to_self * row, layers)
 
 
-def from_experts(rank: DispatchedLayers, is_scattered: bool) -> Iterator[TrafficEntry]:
+def from_experts(rank: DispatchTraffic, is_scattered: bool) -> Iterator[TrafficEntry]:
     """From the results of a rank's experts to what it holds."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":

@@ -27,7 +27,7 @@ from functools import cached_property
 
 from placement.cost.collectives import TrafficEntry, all_gather, all_reduce, recv, reduce_scatter, send
 from placement.cost.context_traffic import context
-from placement.cost.expert_traffic import DispatchedLayers, Routed, from_experts, to_experts
+from placement.cost.expert_traffic import DispatchTraffic, Routed, from_experts, to_experts
 from placement.cost.sampling_traffic import sampling
 from placement.cost.step_shape import StepShape
 from placement.layout import sequence_parallel
@@ -59,14 +59,14 @@ class RankStep:
         return self.whole.of_dp_rank(self.coords.attn_dp)
 
     @cached_property
-    def dispatched(self) -> DispatchedLayers:
+    def dispatch(self) -> DispatchTraffic:
         """Its layers whose tokens are dispatched to experts."""
-        return DispatchedLayers(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
+        return DispatchTraffic(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
         """Layers with an MLP, an expert for every token or all experts split over the tp group."""
-        return len(self.own.layers) - self.dispatched.num_layers + self.dispatched.num_shared
+        return len(self.own.layers) - self.dispatch.num_layers + self.dispatch.num_shared
 
     @property
     def query_lens(self) -> list[int]:
@@ -186,15 +186,15 @@ def attention_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 def mlp_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
-    yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.dispatched.num_cp_split)
-    if rank_step.dispatched.num_layers:
-        yield from to_experts(rank_step.dispatched)
+    yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.dispatch.num_cp_split)
+    if rank_step.dispatch.num_layers:
+        yield from to_experts(rank_step.dispatch)
 
 
 def mlp_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """The down projection is row parallel."""
-    if rank_step.dispatched.num_layers:
-        yield from from_experts(rank_step.dispatched, rank_step.is_scattered)
+    if rank_step.dispatch.num_layers:
+        yield from from_experts(rank_step.dispatch, rank_step.is_scattered)
     yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 

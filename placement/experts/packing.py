@@ -59,8 +59,8 @@ def pack(load: Loads, slots: Sequence[int]) -> Packing:
     best = _search(load, _heaviest_first(load / copies, copies, slots))
     close, greedy = least_load(load, slots) * _CLOSE_ENOUGH, _greedy_load(load, slots) * (1 + _GAIN)
     source = np.random.default_rng(0)
-    for turn in range(_MOST_SHUFFLES):
-        if best.most <= greedy and (best.most <= close or turn >= _SHUFFLES):
+    for attempt in range(_MOST_SHUFFLES):
+        if best.most <= greedy and (best.most <= close or attempt >= _SHUFFLES):
             break
         found = _search(load, _shuffled(best.holds, source))
         if found.most <= best.most * (1 + _GAIN):

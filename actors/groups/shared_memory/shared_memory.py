@@ -1,6 +1,6 @@
 """Ranks as processes of one host, exchanging through memory they all map. CPU tensors only.
 
-Collectives are made of steps (`exchange.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
+Collectives are made of steps (`slot_exchange.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
 each other by a name (`members.py`). Only x86-64 keeps the memory order this needs: elsewhere `shared_memory_works` says
 no, and gloo takes over.
 """

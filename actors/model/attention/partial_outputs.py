@@ -36,8 +36,8 @@ def pack(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `pack`: output [..., dim] and LSE [...] fp32."""
-    new_lens_across_dp = 4 // packed.itemsize
-    return packed[..., :-new_lens_across_dp], packed[..., -new_lens_across_dp:].contiguous().view(torch.float32).squeeze(-1)
+    lse_elements = 4 // packed.itemsize
+    return packed[..., :-lse_elements], packed[..., -lse_elements:].contiguous().view(torch.float32).squeeze(-1)
 
 
 def merge_packed(packed: Tensor) -> tuple[Tensor, Tensor]:

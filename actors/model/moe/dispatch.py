@@ -1,4 +1,4 @@
-"""How tokens get to the experts and their results back: one layer's path through a MoE copy, in three modes.
+"""Token dispatch and combine (expert parallelism): one layer's path through a MoE copy, in three modes.
 
 Four ranks, ``tp=2, cp=2`` (two tp groups) and ``ep=4``, in mode ``a2a``; token c has experts on ranks 1 and 2::
 

@@ -28,7 +28,7 @@ class LayerLoad:
 
 
 class LoadCounters:
-    """Load counters of one layer."""
+    """Load counters of one layer, for EPLB."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)

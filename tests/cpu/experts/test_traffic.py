@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.model.moe.dispatch import AllToAllDispatcher
 from actors.wire.plans import Row, StepPlan
-from placement.cost.expert_traffic import DispatchedLayers, Routed
+from placement.cost.expert_traffic import DispatchTraffic, Routed
 from placement.cost.step_shape import RowShape, StepShape
 from placement.cost.traffic import counters, rank_traffic
 from placement.layout import sequence_parallel
@@ -117,7 +117,7 @@ def expected(model: TinyModel, layout: Layout, rank: int, shapes: list[tuple[Row
     coords = coords_of(layout, rank)
     for rows in shapes:
         step = StepShape(rows, "float32", block_size=4)
-        layers = DispatchedLayers(model.spec, layout, coords, shard(model.spec, layout, coords), step).num_calls
+        layers = DispatchTraffic(model.spec, layout, coords, shard(model.spec, layout, coords), step).num_calls
         entries += rank_traffic(model.spec, layout, rank, step, [routed.pop(0) for _ in range(layers)] if routed else None)
     assert routed == []
     return {axis: counters(entries, axis) for axis in talking_axes(model.spec, layout) if len(groups(layout, axis)[0]) > 1}

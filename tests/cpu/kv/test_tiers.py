@@ -312,7 +312,7 @@ tier = t.DirectoryTier(Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 number = 0
 while True:
-    tier.store(t.FORM.name(number.to_bytes(32, "little")), t.WHOLE, t.PAYLOAD)
+    tier.store(t.KV_FORMAT.name(number.to_bytes(32, "little")), t.WHOLE, t.PAYLOAD)
     number += 1
     print(number, flush=True)
 """
@@ -354,7 +354,7 @@ if sys.argv[2] == "half a file":
     Path.write_bytes = half
 else:
     os.rename = lambda *paths: os.kill(os.getpid(), 9)
-tier.store(t.FORM.name(bytes(32)), t.WHOLE, t.PAYLOAD)
+tier.store(t.KV_FORMAT.name(bytes(32)), t.WHOLE, t.PAYLOAD)
 """
 
 

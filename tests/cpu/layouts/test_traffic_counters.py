@@ -164,7 +164,7 @@ def with_dp_ranks(step: StepShape, plan: StepPlan) -> StepShape:
 
 
 @pytest.mark.parametrize("layout_text", ["cp=2", "cp=2,cp_style=allgather", "cp=2,tp=3,dcp=3", "tp=5,dcp=5"], indirect=True)
-def test_latents_are_what_is_exchanged(layout_text: str) -> None:
+def test_latents_are_what_is_sent(layout_text: str) -> None:
     """Latents weigh so little that queries go to them only behind a long context: 4 new tokens behind 56."""
     model, layout, blocks = tiny("deepseek_v3"), Layout.parse(layout_text), list(range(30))
     plans = [
@@ -173,11 +173,9 @@ def test_latents_are_what_is_exchanged(layout_text: str) -> None:
     ]
     steps = [StepShape((row,), "float32", block_size=4) for row in (RowShape(56, choosing=None), RowShape(4, 56))]
     assert counted(model, layout, plans) == expected(model, layout, steps)
-    exchanged = [
-        entry for entry in rank_traffic(model.spec, layout, 0, steps[1]) if entry.where == "attention: exchanged queries"
-    ]
+    passed = [entry for entry in rank_traffic(model.spec, layout, 0, steps[1]) if entry.where == "attention: passed queries"]
     # Of two tokens all six heads, of 20 values of four bytes each.
-    assert [entry.payload_bytes for entry in exchanged] == ([2 * 6 * 20 * 4] if layout.cp > 1 else [])
+    assert [entry.payload_bytes for entry in passed] == ([2 * 6 * 20 * 4] if layout.cp > 1 else [])
 
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen2_moe"])

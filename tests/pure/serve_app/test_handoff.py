@@ -31,12 +31,12 @@ WAIT_S = 5.0
 @asynccontextmanager
 async def decode_side() -> AsyncIterator[tuple[KVTicket, asyncio.Queue[TokenEvent]]]:
     """A ticket, and what is said of it."""
-    message: asyncio.Queue[TokenEvent] = asyncio.Queue()
-    receiver = TokenReceiver.listen("127.0.0.1", message.put_nowait)
+    reports: asyncio.Queue[TokenEvent] = asyncio.Queue()
+    receiver = TokenReceiver.listen("127.0.0.1", reports.put_nowait)
     fields: dict[str, Any] = {"layout": "", "page_tokens": 16, "dp_rank": 0, "blocks": [0], "first": 0, "tokens": 3}
     more = {"rope_length": 3, "readers": [], "lease_s": 9.0, "reply_to": receiver.reply_to.pack()}
     try:
-        yield KVTicket(ticket_id="r~0", **fields, **more), message
+        yield KVTicket(ticket_id="r~0", **fields, **more), reports
     finally:
         receiver.close()
 
@@ -61,12 +61,12 @@ async def test_the_prefill_replica_gets_the_request_under_the_tickets_name() -> 
     async def takes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         return None
 
-    async with decode_side() as (ticket, message):
+    async with decode_side() as (ticket, reports):
         handle = Handle(takes, one=Role.PREFILL)
         assert await run_handoff(handle, ticket) == [None]
         [(asked, _)] = handle.asked
         assert (asked.request_id, asked.ticket, asked.reserves, asked.max_tokens) == ("r~0", ticket, False, 4)
-        assert message.empty()
+        assert reports.empty()
 
 
 @pytest.mark.parametrize("code", ["engine_down", "wrong_role"])
@@ -74,11 +74,11 @@ async def test_a_replica_that_refuses_is_passed_over_and_the_last_refusal_is_tol
     async def refuses(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
         return refusal(request, code, replica)
 
-    async with decode_side() as (ticket, message):
+    async with decode_side() as (ticket, reports):
         handle = Handle(refuses, one=Role.PREFILL, two=Role.MIXED, three=Role.DECODE)
         assert await run_handoff(handle, ticket) == ["no other replica takes prompts"]
         assert {how["preferred_replica"] for _, how in handle.asked} == {"one", "two"}
-        event = await asyncio.wait_for(message.get(), WAIT_S)
+        event = await asyncio.wait_for(reports.get(), WAIT_S)
         assert (event.request_id, event.refused) == ("r~0", "engine_down")  # so nobody writes into the blocks
 
 
@@ -86,9 +86,9 @@ async def test_a_replica_that_dies_is_told_of_as_one_that_may_still_write() -> N
     async def dies(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         raise RayActorError()
 
-    async with decode_side() as (ticket, message):
+    async with decode_side() as (ticket, reports):
         assert await run_handoff(Handle(dies, one=Role.PREFILL), ticket) == ["the prefill replica one was lost: RayActorError"]
-        event = await asyncio.wait_for(message.get(), WAIT_S)
+        event = await asyncio.wait_for(reports.get(), WAIT_S)
         assert (event.finish, event.refused) == ("error", None)
         assert "the prefill replica one was lost" in event.error
 
@@ -99,16 +99,16 @@ async def test_what_a_replica_has_told_itself_is_not_told_again() -> None:
     async def fails(request: GenerateRequest, to: ReplyTo, replica: str) -> bytes:
         return TokenEvent(request_id=request.request_id, finish="abort", error="model digests differ: a and b").pack()
 
-    async with decode_side() as (ticket, message):
+    async with decode_side() as (ticket, reports):
         assert await run_handoff(Handle(fails, one=Role.PREFILL), ticket) == ["model digests differ: a and b"]
-        assert message.empty()
+        assert reports.empty()
 
 
 async def test_a_request_that_ends_gives_its_prompt_up() -> None:
     async def computes(request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         await asyncio.sleep(WAIT_S)
 
-    async with decode_side() as (ticket, message):
+    async with decode_side() as (ticket, reports):
         handle = Handle(computes, one=Role.PREFILL)
         running = asyncio.create_task(run_handoff(handle, ticket))
         while not handle.calls:  # noqa: ASYNC110 - nothing tells of a call
@@ -116,7 +116,7 @@ async def test_a_request_that_ends_gives_its_prompt_up() -> None:
         running.cancel()
         await asyncio.wait([running, *handle.calls], timeout=1)
         assert handle.calls[0].cancelled()
-        assert message.empty()
+        assert reports.empty()
 
 
 async def _reached(sender: TokenSender, to: ReplyTo) -> None:

@@ -1,4 +1,4 @@
-"""How the keys and values of split rows come to the ranks that need them: all at once, or one rank's at a time.
+"""Pass-KV: how the keys and values of split rows come to the ranks that need them: all at once, or one rank's at a time.
 
 A rank contributes to each layer its own chunks' K and V, and of the cached keys that are exchanged those in its own pages, as
 one tensor ``[tokens, kv_heads, K and V]``, or of latents ``[tokens, 1, latent_dim]``. What its queries attend to is a

@@ -149,7 +149,7 @@ def test_owners_are_numbered_by_cp_rank_then_dcp_rank(text: str) -> None:
 # What is exchanged
 
 
-def test_without_overlap_queries_are_sent_to_a_long_cached_context() -> None:
+def test_without_overlap_queries_are_passed_to_a_long_cached_context() -> None:
     """64 query heads, 8 KV heads: the limit is a share of 1/8 new tokens."""
     assert passes_kv(100, 700, 64, 8, 2)
     assert not passes_kv(100, 701, 64, 8, 2)

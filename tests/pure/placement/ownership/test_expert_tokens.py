@@ -1,4 +1,4 @@
-"""Whose tokens are whose on the way to the experts, and which mode they are dispatched in."""
+"""Whose tokens are whose on the way to the experts, and in which mode they are dispatched."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_expected_rows_are_those_of_a_router_that_favours_nobody() -> None:
 
 def test_measured_rows_take_the_place_of_expected_ones() -> None:
     spec, layout = model(8), Layout.parse("cp=2,ep=2,dispatch=a2a")
-    entries = rank_traffic(spec, layout, 0, StepShape.of(1, 8), [Routed(sent=6, kept=4, received=7)])
+    entries = rank_traffic(spec, layout, 0, StepShape.of(1, 8), [Routed(sent=6, to_self=4, received=7)])
     row = 64 * 2
     assert [(entry.op, entry.payload_bytes, entry.wire_bytes_per_rank) for entry in entries if entry.axis == "moe"] == [
         ("all_to_all", 16, 8),
