@@ -92,6 +92,8 @@ def run(
     pages: Pages = SHUFFLED,
     make_attention: Callable[[], AttentionBackend | LatentBackend] | None = None,
     scatter_from: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> list[Tensor]:
     """Logits [tokens, vocab] of every sequence, under `layout` (pp and tp). `scatter_from`: see `Decoder`.
 
@@ -108,10 +110,12 @@ def run(
                 group,
                 make_attention() if make_attention else cpu_attention(model.spec),
                 scatter_from,
+                dtype,
+                device,
             )
             for pp in range(layout.pp)
         ]
-        return _run_rank(model.spec, stages, sequences, schedule, pages)
+        return _run_rank(model.spec, stages, sequences, schedule, pages, dtype, device)
 
     locals_ = [rank(groups[0])] if layout.tp == 1 else run_ranks(groups, rank)
     joined = [torch.cat(parts, -1) for parts in zip(*locals_, strict=True)]
@@ -131,10 +135,12 @@ def stage(
     group: Group,
     attention: AttentionBackend | LatentBackend,
     scatter_from: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> tuple[Shard, Decoder]:
     """One rank's decoder, filled from the model's weights through the shard table."""
     own = shard(model.spec, layout, coords)
-    decoder = Decoder(model.spec, own, group, attention, torch.float32, scatter_from=scatter_from)
+    decoder = Decoder(model.spec, own, group, attention, dtype, device, scatter_from)
     fill(decoder, model, own)
     return own, decoder
 
@@ -151,33 +157,47 @@ def fill(decoder: Decoder, model: TinyModel, own: Shard) -> None:
             landing(target, weight_slice).copy_(matrix.index_select(weight_slice.dim, torch.tensor(weight_slice.take)))
 
 
-def batch_of(parts: list[Part], sequences: list[list[int]], tables: list[list[int]], block_size: int) -> Batch:
+def batch_of(
+    parts: list[Part],
+    sequences: list[list[int]],
+    tables: list[list[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> Batch:
     """The batch of one step; logits are wanted of every token."""
     places = [(index, position) for index, start, count in parts for position in range(start, start + count)]
+    slots = [tables[index][position // block_size] * block_size + position % block_size for index, position in places]
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
     return Batch(
-        token_ids=torch.tensor([sequences[index][position] for index, position in places], dtype=torch.int64),
-        positions=torch.tensor([position for _, position in places], dtype=torch.int64),
-        slots=torch.tensor(
-            [tables[index][position // block_size] * block_size + position % block_size for index, position in places],
-            dtype=torch.int64,
-        ),
+        token_ids=tensor([sequences[index][position] for index, position in places]),
+        positions=tensor([position for _, position in places]),
+        slots=tensor(slots),
         query_lens=[count for _, _, count in parts],
         context_lens=[start for _, start, _ in parts],
         block_tables=[tables[index][: -(-(start + count) // block_size)] for index, start, count in parts],
-        output_rows=torch.arange(len(places)),
+        output_rows=torch.arange(len(places), device=device),
         rope_lens=[len(sequences[index]) for index, _, _ in parts],
     )
 
 
 def _run_rank(
-    spec: ModelSpec, stages: list[tuple[Shard, Decoder]], sequences: list[list[int]], schedule: Schedule, pages: Pages
+    spec: ModelSpec,
+    stages: list[tuple[Shard, Decoder]],
+    sequences: list[list[int]],
+    schedule: Schedule,
+    pages: Pages,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> list[Tensor]:
     tables = pages.tables(sequences)
     blocks = 1 + sum(len(table) for table in tables)
-    caches = [KVCaches.of(spec, own, blocks, pages.block_size, torch.float32) for own, _ in stages]
+    caches = [KVCaches.of(spec, own, blocks, pages.block_size, dtype, device) for own, _ in stages]
     collected: list[list[Tensor]] = [[] for _ in sequences]
     for parts in schedule:
-        batch = batch_of(parts, sequences, tables, pages.block_size)
+        batch = batch_of(parts, sequences, tables, pages.block_size, device)
         hidden = None
         for (_, decoder), cache in zip(stages, caches, strict=True):
             hidden = decoder(batch, hidden, cache)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from actors.groups.group import Group
+from actors.model.attention.params import AttentionParams
 from actors.model.latent.build import latent_attention
 from actors.model.layers.layer import GroupedAttention, Layer, NormedAttention, ScaledValueAttention, WidthNormedAttention
 from actors.model.layers.layers import (
@@ -82,9 +83,10 @@ class Builder:
 
     def attention(self, index: int, at: str) -> nn.Module:
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
+        params = AttentionParams.of(spec, index, self._table.get(f"{at}.sinks"))
         if spec.mla is not None:
-            return latent_attention(spec.mla, self._table, at, spec.scores_scale, index, rope, self._backend)
-        parts = (index, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"), self._table.get(f"{at}.sinks"))
+            return latent_attention(spec.mla, self._table, at, params, rope, self._backend)
+        parts = (params, rope, self._backend, self.column(f"{at}.qkv"), self.row(f"{at}.o"))
         if spec.qk_norm == "head":
             return NormedAttention(spec, own, *parts, q_norm=self.norm(f"{at}.q_norm"), k_norm=self.norm(f"{at}.k_norm"))
         if spec.qk_norm == "width":

@@ -113,7 +113,7 @@ class Runner:
         if self._context.rank > 0:
             self._note(zip(wanted, self._pipeline.publish_tokens(None, len(wanted)), strict=True))
             return None
-        sampled = self._sample(plan.rows, hidden[self._tensor(last)])
+        sampled = self._sample(plan.rows, hidden[last])
         self._note((item.sequence_id, item.token) for item in sampled)
         own = set(wanted)
         mine = [item for item in sampled if item.sequence_id in own]
@@ -158,51 +158,51 @@ class Runner:
             )
 
     def _batch(self, rows: list[Row]) -> Batch:
-        """The tokens of the step that this rank runs, and where it keeps theirs."""
-        place, mine = self._place, self._place.ownership()
-        held = [self._sequences[row.sequence_id] for row in rows]
-        blocks = [mine.blocks(sequence.blocks) for sequence in held]
-        spans = [place.spans(row.start, row.count) for row in rows]
-        lens = [sum(map(len, runs)) for runs in spans]
+        """The tokens of the step that this rank runs, row after row, and where it keeps theirs."""
+        place, own = self._place, self._place.ownership()
+        tokens, positions, slots, output_rows = list[int](), list[int](), list[int](), list[int]()
+        query_lens, block_tables, rope_lens = list[int](), list[list[int]](), list[int]()
+        for row in rows:
+            sequence = self._sequences[row.sequence_id]
+            blocks = own.blocks(sequence.blocks)
+            first = len(tokens)
+            for span in place.spans(row.start, row.count):
+                tokens += sequence.tokens[span.start : span.stop]
+                positions += span
+            query_lens.append(len(tokens) - first)
+            if is_split(row.count, place.cp):
+                slots += [-1] * query_lens[-1]  # attention stores these as they come by
+            else:
+                slots += [own.slot(position, blocks) for position in positions[first:]]
+            if row.sample:
+                output_rows.append(len(tokens) - 1)
+            block_tables.append(blocks)
+            rope_lens.append(sequence.rope_length)
         return Batch(
-            token_ids=self._tensor(
-                [t for s, runs in zip(held, spans, strict=True) for r in runs for t in s.tokens[r.start : r.stop]]
-            ),
-            positions=self._tensor([position for runs in spans for run in runs for position in run]),
-            slots=self._tensor(self._slots(rows, blocks)),
-            query_lens=lens,
+            token_ids=self._tensor(tokens),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_lens=query_lens,
             context_lens=[row.start for row in rows],
-            block_tables=blocks,
-            output_rows=self._tensor([last for row, last in zip(rows, _last_rows(lens), strict=True) if row.sample]),
+            block_tables=block_tables,
+            output_rows=self._tensor(output_rows),
             new_lens=[row.count for row in rows],
-            rope_lens=[sequence.rope_length for sequence in held],
+            rope_lens=rope_lens,
         )
 
-    def _slots(self, rows: list[Row], blocks: list[list[int]]) -> list[int]:
-        """Of every token this rank runs; -1 where it is not kept here, or (in a split row) stored as it comes by."""
-        place, mine, slots = self._place, self._place.ownership(), list[int]()
-        for row, own in zip(rows, blocks, strict=True):
-            if is_split(row.count, place.cp):
-                slots += [-1] * sum(map(len, place.spans(row.start, row.count)))
-            else:
-                slots += [mine.slot(position, own) for position in range(row.start, row.start + row.count)]
-        return slots
-
-    def _forward(
-        self, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int
-    ) -> tuple[Tensor | None, list[int]]:
-        """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another; None
-        on the other stages, which send theirs on."""
+    def _forward(self, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> tuple[Tensor | None, Tensor]:
+        """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another
+        (`Batch.output_rows`); None on the other stages, which send theirs on."""
         if not rows:
             none = self._decoder.serve(new_lens_across_dp, copy_offset)
-            return (none if self._pipeline.is_last else None), []
+            return (none if self._pipeline.is_last else None), self._tensor([])
         batch = replace(self._batch(rows), new_lens_across_dp=new_lens_across_dp, copy_offset=copy_offset)
         before = self._pipeline.receive(len(self._decoder.regions.own(batch.num_tokens)))
         hidden: Tensor = self._decoder(batch, before, self._cache)
         if self._pipeline.is_last:
-            return hidden, [at for row, at in zip(rows, _last_rows(batch.query_lens), strict=True) if row.sample]
+            return hidden, batch.output_rows
         self._pipeline.send(hidden)
-        return None, []
+        return None, batch.output_rows
 
     def _restored(self, rows: list[Row], hidden: Tensor) -> Tensor:
         """`hidden` with every token of the step in plan order, where prompts are scored: joined over cp if a row is split."""
@@ -266,11 +266,6 @@ def _scored(row: Row, held: _Sequence) -> int:
     if held.sampling.prompt_logprobs is None:
         return 0
     return max(0, min(row.start + row.count, held.prompt_length - 1) - row.start)
-
-
-def _last_rows(counts: list[int]) -> list[int]:
-    """Index of each sequence's last token, of sequences with `counts` tokens laid end to end."""
-    return [end - 1 for end in accumulate(counts)]
 
 
 def _by_dp_rank(rows: Iterable[Row]) -> list[Row]:

@@ -32,7 +32,7 @@ The same 16 ranks with ``moe_dp=2, ep=4`` (so ``moe_tp=2``)::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.layout.layout import Layout
@@ -140,23 +140,38 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
     Groups are in axis order, and partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
     treating it as one of size 1 would turn a misspelling into missing collectives.
     """
-    if axis == "dcp":
-        return [row[start : start + layout.dcp] for row in groups(layout, "tp") for start in range(0, layout.tp, layout.dcp)]
-    if axis == HEAD_AXIS:
-        rows = [(pp, cp) for pp in range(layout.pp) for cp in range(layout.cp)]
-        ranks = [(dp_rank, tp) for dp_rank in range(layout.attn_dp) for tp in range(layout.tp)]
-        return [[world_rank(layout, Coords(pp, dp_rank, cp, tp)) for dp_rank, tp in ranks] for pp, cp in rows]
-    if axis == "moe":
-        size = layout.ep * layout.moe_tp
-        return [list(range(start, start + size)) for start in range(0, layout.world, size)]
-    axes = next((grid for grid in (AXES, MOE_AXES) if axis in grid), None)
-    if axes is None:
+    if axis not in _GROUPS:
         raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES, HEAD_AXIS))}")
-    by_rest: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world):
-        rest = tuple(index for other, index in zip(axes, _indices(layout, axes, rank), strict=True) if other != axis)
-        by_rest.setdefault(rest, []).append(rank)
-    return list(by_rest.values())
+    return _GROUPS[axis](layout)
+
+
+def _along(grid: Sequence[str], *axes: str) -> Callable[[Layout], list[list[int]]]:
+    """The groups of ranks whose coordinates in a grid differ in `axes` only."""
+
+    def groups_of(layout: Layout) -> list[list[int]]:
+        by_rest: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(layout.world):
+            indices = zip(grid, _indices(layout, grid, rank), strict=True)
+            rest = tuple(index for axis, index in indices if axis not in axes)
+            by_rest.setdefault(rest, []).append(rank)
+        return list(by_rest.values())
+
+    return groups_of
+
+
+def _dcp_groups(layout: Layout) -> list[list[int]]:
+    """Runs of `dcp` ranks: `dcp` divides `tp`, so none leaves its tp group."""
+    return [list(range(start, start + layout.dcp)) for start in range(0, layout.world, layout.dcp)]
+
+
+_GROUPS: Mapping[str, Callable[[Layout], list[list[int]]]] = {
+    **{axis: _along(AXES, axis) for axis in AXES},
+    "dcp": _dcp_groups,
+    **{axis: _along(MOE_AXES, axis) for axis in MOE_AXES[1:]},
+    "moe": _along(MOE_AXES, "ep", "moe_tp"),
+    HEAD_AXIS: _along(AXES, "attn_dp", "tp"),
+}
+"""How the groups of each axis are found."""
 
 
 def talking_axes(spec: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:

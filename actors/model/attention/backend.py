@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 
@@ -31,17 +32,12 @@ class AttentionBackend(Protocol):
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
         plan: Any,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """Write `k` and `v` [tokens, kv_heads, dim] to the cache, then attend from `q` [tokens, q_heads, dim of k].
 
-        Returns [tokens, q_heads, dim of v], which may be less. `window` as in `ModelSpec.windows`; `scale` multiplies the
-        scores, which `softcap` then bends to ``softcap * tanh(scores / softcap)``. `sinks` [q_heads] fp32: see `with_sinks`.
+        Returns [tokens, q_heads, dim of v], which may be less. `params` are the layer's own, the same in every step.
         """
 
 

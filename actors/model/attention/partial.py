@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from actors.model.attention.decode_row import DecodeRow
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 
 
@@ -21,7 +22,7 @@ class PagedTask(Protocol):
     @property
     def rows(self) -> slice | Tensor: ...
 
-    def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """From `q` [rows, q_heads, dim]: output [rows, q_heads, dim] and LSE [rows, q_heads] fp32."""
 
 
@@ -35,12 +36,13 @@ class PartialKernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        softcap: float | None,
+        params: AttentionParams,
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`q` [1, q_heads, queries, dim] over `k`, `v` [1, kv_heads, keys, dim]: output like q, LSE [1, q_heads, queries]."""
+        """`q` [1, q_heads, queries, dim] over `k`, `v` [1, kv_heads, keys, dim]: output like q, LSE [1, q_heads, queries].
+
+        Of `params` the scale and the cap count; windows come as masks, and sinks after the last merge."""
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
         """Tasks that together hold every row once; each row sees at least one key."""

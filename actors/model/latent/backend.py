@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.latent.heads import LatentHeads
 from actors.model.step.batch import Batch
@@ -21,9 +22,10 @@ class LatentBackend(Protocol):
         """The plan of a step, shared by all its layers; only this backend reads it."""
 
     def attend(
-        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: Any, scale: float
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: Any, params: AttentionParams
     ) -> Tensor:
         """Write `latents` [tokens, latent_dim] to the cache, then attend from `q` [tokens, heads, query_dim].
 
-        Returns [tokens, heads, value_dim].
+        Returns [tokens, heads, value_dim]. Models with latents have no windows, no caps and no sinks: of `params`
+        only the layer and the scale are set.
         """

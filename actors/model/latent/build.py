@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from actors.model.attention.params import AttentionParams
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.heads import LatentHeads
 from actors.model.latent.layer import LatentAttention, LowRankLatentAttention
@@ -14,9 +15,9 @@ from placement.model.mla_spec import MLASpec
 
 
 def latent_attention(
-    mla: MLASpec, table: Mapping[str, nn.Parameter], at: str, scale: float, layer: int, rope: int, backend: LatentBackend
+    mla: MLASpec, table: Mapping[str, nn.Parameter], at: str, params: AttentionParams, rope: int, backend: LatentBackend
 ) -> LatentAttention:
-    """The attention of `layer`, whose parameters `table` has under `at`; `rope` is its place among the step's rotations."""
+    """The attention of a layer whose weights `table` has under `at`; `rope` is its place among the step's rotations."""
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(table[f"{at}.{name}.weight"], mla.norm_eps)
@@ -26,7 +27,7 @@ def latent_attention(
 
     o = RowParallel(table[f"{at}.o.weight"], table.get(f"{at}.o.bias"))
     heads = LatentHeads(table[f"{at}.kv_b.weight"], mla)
-    parts = (scale, layer, rope, backend, column("qkv_a"), norm("kv_a_norm"), heads, o)
+    parts = (params, rope, backend, column("qkv_a"), norm("kv_a_norm"), heads, o)
     if mla.q_lora_rank is None:
         return LatentAttention(*parts)
     return LowRankLatentAttention(*parts, q_a_norm=norm("q_a_norm"), q_b=column("q_b"))

@@ -12,6 +12,7 @@ from actors.model.attention.context.backend import ContextAttention
 from actors.model.attention.context.forms import AttentionForm, AttentionInputs
 from actors.model.attention.context.local_rows import LocalRow
 from actors.model.attention.context.plan import ContextPlan
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.latent.forms import Absorbed, Naive
 from actors.model.latent.heads import LatentHeads
@@ -29,7 +30,7 @@ class ContextLatent:
         return self._context.prepare(batch, cache)
 
     def attend(
-        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: ContextPlan, scale: float
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: ContextPlan, params: AttentionParams
     ) -> Tensor:
         naive, absorbed = Naive(heads), Absorbed(heads)
 
@@ -37,7 +38,7 @@ class ContextLatent:
             return absorbed if _absorbs(heads, row) else naive
 
         inputs = AttentionInputs(q, latents[:, None], fresh, absorbed, heads.mla.value_dim)
-        return self._context.attend_inputs(inputs, cache, layer, plan, None, scale)
+        return self._context.attend_inputs(inputs, cache, plan, params)
 
 
 def _absorbs(heads: LatentHeads, row: LocalRow) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.model.layers.layers import linear, linear_by_head
+from actors.model.kernels.linear import linear, linear_by_head
 from placement.model.mla_spec import MLASpec
 
 

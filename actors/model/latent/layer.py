@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actors.model.attention.params import AttentionParams
+from actors.model.kernels.linear import linear
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.heads import LatentHeads
-from actors.model.layers.layers import ColumnParallel, RMSNorm, RowParallel, linear
+from actors.model.layers.layers import ColumnParallel, RMSNorm, RowParallel
 from actors.model.step.step import Step
 
 
@@ -26,8 +28,7 @@ class LatentAttention(nn.Module):
 
     def __init__(
         self,
-        scale: float,
-        layer: int,
+        params: AttentionParams,
         rope: int,
         backend: LatentBackend,
         qkv_a: ColumnParallel,
@@ -37,7 +38,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv_a, self.kv_a_norm, self.kv_b, self.o = qkv_a, kv_a_norm, kv_b, o
-        self._scale, self._layer, self._rope, self._backend = scale, layer, rope, backend
+        self.params, self._rope, self._backend = params, rope, backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
@@ -49,7 +50,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((q[..., : mla.nope_dim], rotated[:, :-1]), -1)
         latents = torch.cat((self.kv_a_norm(latent), rotated[:, -1]), -1)
         paged = step.paged[0]  # latent attention is of one kind
-        out = self._backend.attend(q, latents, self.kv_b, paged.cache, self._layer, paged.plan, self._scale)
+        out = self._backend.attend(q, latents, self.kv_b, paged.cache, paged.plan, self.params)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _queries(self, first: Tensor) -> Tensor:

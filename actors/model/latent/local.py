@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial import PartialKernel
 from actors.model.attention.partial_outputs import OutputAccumulator
 from actors.model.kv.kv_cache import KVCache
@@ -68,38 +69,38 @@ class LocalLatent:
         return LatentPlan(tokens, plan, list(_naive_rows(batch, cache, set(absorbed))), batch.slots)
 
     def attend(
-        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: LatentPlan, scale: float
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: LatentPlan, params: AttentionParams
     ) -> Tensor:
         if not plan.naive:
-            return self._absorbed(q, latents, heads, cache, layer, plan, scale)
+            return self._absorbed(q, latents, heads, cache, plan, params)
         out = q.new_empty(*q.shape[:2], self._mla.value_dim)
         if plan.absorbed is not None:
             at = plan.tokens
-            out[at] = self._absorbed(q[at], latents[at], heads, cache, layer, plan, scale)
+            out[at] = self._absorbed(q[at], latents[at], heads, cache, plan, params)
         for row in plan.naive:
             at = row.tokens
-            cache.write(layer, plan.slots[at], latents[at, None], latents[at, None])
-            out[at] = self._naive(q[at], latents[at], heads, cache, layer, row, scale)
+            cache.write(params.layer, plan.slots[at], latents[at, None], latents[at, None])
+            out[at] = self._naive(q[at], latents[at], heads, cache, row, params)
         return out
 
     def _absorbed(
-        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, plan: LatentPlan, scale: float
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: LatentPlan, params: AttentionParams
     ) -> Tensor:
         form, one_head = Absorbed(heads), latents.unsqueeze(1)
-        out = self._paged.attend(form.queries(q), one_head, one_head, cache, layer, plan.absorbed, None, scale)
+        out = self._paged.attend(form.queries(q), one_head, one_head, cache, plan.absorbed, params)
         return form.outputs(form.partial_outputs(out.transpose(0, 1))).transpose(0, 1)
 
     def _naive(
-        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, layer: int, row: NaiveRow, scale: float
+        self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, row: NaiveRow, params: AttentionParams
     ) -> Tensor:
         form, queries = Naive(heads), q.transpose(0, 1).unsqueeze(0)
-        out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None]), scale, None, causal=True)
+        out, lse = self._kernel.dense(queries, *form.keys_values(latents[:, None]), params, causal=True)
         if row.context:
             total = OutputAccumulator(heads.num_heads, len(q), form.partial_dim, q.device)
             total.add(slice(None), form.partial_outputs(out[0]), lse[0])
             for piece in row.context:
-                cached, _ = piece.read(cache, layer)
-                out, lse = self._kernel.dense(queries, *form.keys_values(cached[0].transpose(0, 1)), scale, None)
+                cached, _ = piece.read(cache, params.layer)
+                out, lse = self._kernel.dense(queries, *form.keys_values(cached[0].transpose(0, 1)), params)
                 total.add(slice(None), form.partial_outputs(out[0]), lse[0])
             return total.out.transpose(0, 1).to(q.dtype)
         return form.partial_outputs(out[0]).transpose(0, 1)

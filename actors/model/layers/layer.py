@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from actors.groups.group import Group
 from actors.model.attention.backend import AttentionBackend
+from actors.model.attention.params import AttentionParams
 from actors.model.layers.layers import (
     ColumnParallel,
     RowParallel,
@@ -48,21 +49,19 @@ class GroupedAttention(nn.Module):
         self,
         spec: ModelSpec,
         own: Shard,
-        layer: int,
+        params: AttentionParams,
         rope: int,
         backend: AttentionBackend,
         qkv: ColumnParallel,
         o: RowParallel,
-        sinks: nn.Parameter | None,
     ) -> None:
         super().__init__()
-        self.qkv, self.o, self.sinks = qkv, o, sinks
-        self._rope, self._kind = rope, spec.kind_of(layer)
+        self.qkv, self.o, self.sinks = qkv, o, params.sinks
+        self.params, self._rope, self._backend = params, rope, backend
+        self._kind = spec.kind_of(params.layer)
         kind, (q_heads, kv_heads) = spec.kinds[self._kind], own.heads[self._kind]
         self._q_heads, self._kv_heads = len(q_heads), len(kv_heads)
         self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
-        self._scale, self._softcap = spec.scores_scale, spec.attention_softcap
-        self._layer, self._window, self._backend = layer, spec.windows[layer], backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """What the rank holds of [tokens, hidden], before and after."""
@@ -70,8 +69,8 @@ class GroupedAttention(nn.Module):
         qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
         qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))
         q, k = self._split(step.rotations[self._rope](self._normed(qk)))
-        paged, scores = step.paged[self._kind], (self._window, self._scale, self._softcap, self.sinks)
-        out = self._backend.attend(q, k, v, paged.cache, self._layer, paged.plan, *scores)
+        paged = step.paged[self._kind]
+        out = self._backend.attend(q, k, v, paged.cache, paged.plan, self.params)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-from actors.model.layers.layers import linear
+from actors.model.kernels.linear import linear
 from actors.model.moe.experts import Experts, Gated
 from actors.model.moe.layer_expert_map import LayerExpertMap
 from actors.model.moe.load_counters import LoadCounters

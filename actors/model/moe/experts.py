@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.model.moe.grouped import grouped_linear
+from actors.model.kernels.grouped import grouped_linear
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 """(gate, up) -> what goes into the down projection. May reuse their memory."""

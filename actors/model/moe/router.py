@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from actors.model.layers.layers import linear
+from actors.model.kernels.linear import linear
 from placement.model.moe_spec import MoESpec
 
 _TINY = 1e-20

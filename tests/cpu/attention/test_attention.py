@@ -18,6 +18,7 @@ from actors.model.attention.cpu.flash import flash, flash_with_lse
 from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.merge import merge
+from actors.model.attention.params import AttentionParams
 from actors.model.attention_selection import choose
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Run, source
@@ -186,7 +187,7 @@ def test_garbage_past_the_end_of_a_row_is_not_seen() -> None:
     backend = CpuAttention()
 
     def attend() -> Tensor:
-        return backend.attend(q, k, v, cache, 3, backend.prepare(batch, cache), None, 0.3)
+        return backend.attend(q, k, v, cache, backend.prepare(batch, cache), AttentionParams(3, 0.3))
 
     before = attend()
     used = {slot for table, tokens in zip(tables, sequences, strict=True) for slot in slots(table, len(tokens))}
@@ -233,7 +234,7 @@ def test_a_backend_equals_the_formula(backend: Any, window: int | None, softcap:
     q = torch.randn(batch.num_tokens, 6, 8)
     fresh_k = torch.cat([k[start:] for (_, start, _), k in zip(parts, keys, strict=True)])
     fresh_v = torch.cat([v[start:] for (_, start, _), v in zip(parts, values, strict=True)])
-    out = backend.attend(q, fresh_k, fresh_v, cache, 0, backend.prepare(batch, cache), window, 0.35, softcap)
+    out = backend.attend(q, fresh_k, fresh_v, cache, backend.prepare(batch, cache), AttentionParams(0, 0.35, window, softcap))
     expected = torch.cat(
         [
             reference(rows, keys[index], values[index], start, window, 0.35, softcap)
@@ -247,7 +248,7 @@ def test_an_empty_step_attends_to_nothing() -> None:
     cache, batch = a_cache(), batch_of([], [], [], 4)
     for backend in (CpuAttention(), GatherAttention()):
         q, k = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8)
-        assert backend.attend(q, k, k, cache, 3, backend.prepare(batch, cache), None, 1.0).shape == (0, 4, 8)
+        assert backend.attend(q, k, k, cache, backend.prepare(batch, cache), AttentionParams(3, 1.0)).shape == (0, 4, 8)
 
 
 def test_the_fall_back_runs_a_whole_model() -> None:
@@ -382,9 +383,10 @@ def test_an_adapter_calls_its_kernel_as_the_kernel_expects(package: str, window:
     cache.pages(0).normal_()
     batch = batch_of(parts, [[0] * (start + count) for _, start, count in parts], tables, block_size)
     q, k, v = torch.randn(15, 6, 8), torch.randn(15, 2, 8), torch.randn(15, 2, 8)
-    ours = backend.attend(q, k, v, cache, 0, backend.prepare(batch, cache), window, 0.35, softcap)
+    params = AttentionParams(0, 0.35, window, softcap)
+    ours = backend.attend(q, k, v, cache, backend.prepare(batch, cache), params)
     oracle = CpuAttention()
-    expected = oracle.attend(q, k, v, cache, 0, oracle.prepare(batch, cache), window, 0.35, softcap)
+    expected = oracle.attend(q, k, v, cache, oracle.prepare(batch, cache), params)
     torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
     (call,) = fake.calls
     assert call["block_table"].dtype == torch.int32

@@ -17,12 +17,14 @@ from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.partial_kernels import EagerPartial, FlashPartial, choose_cuda_partial
 from actors.model.attention.decode_row import decode_row
 from actors.model.attention.eager import eager_attention
+from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack, unpack
 from actors.model.kv.kv_cache import KVCache
 from placement.ownership.context import Ownership, spans
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+PARAMS = AttentionParams(layer=0, scale=0.3)
 
 
 def inputs(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +150,10 @@ def test_a_package_that_returns_the_lse_is_used_for_blocks_and_pages() -> None:
     for causal, keys in ((True, 6), (False, 9)):
         q, k, v = inputs(6, keys)
         torch.testing.assert_close(
-            kernel.dense(q, k, v, 0.3, None, causal), CpuPartial().dense(q, k, v, 0.3, None, causal), atol=1e-5, rtol=1e-5
+            kernel.dense(q, k, v, PARAMS, causal),
+            CpuPartial().dense(q, k, v, PARAMS, causal),
+            atol=1e-5,
+            rtol=1e-5,
         )
     cache = KVCache(range(1), 2, 8, 16, 8, torch.float32)
     cache.pages(0).normal_()
@@ -157,7 +162,7 @@ def test_a_package_that_returns_the_lse_is_used_for_blocks_and_pages() -> None:
     found, right = (OutputAccumulator(4, 3, 8, CPU) for _ in range(2))
     for total, chosen in ((found, kernel), (right, CpuPartial())):
         for task in chosen.decode(rows, cache):
-            out, lse = task.run_with_lse(q[task.rows], cache, 0, 0.3, None)
+            out, lse = task.run_with_lse(q[task.rows], cache, PARAMS)
             total.add(task.rows, out.transpose(0, 1), lse.transpose(0, 1))
     torch.testing.assert_close((found.out, found.lse), (right.out, right.lse), atol=1e-5, rtol=1e-5)
     assert [call["block_table"] is not None for call in calls] == [False, False, True]

@@ -14,6 +14,7 @@ from actors.model.attention.cpu.partial_kernel import CpuPartial
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.cuda.partial_kernels import EagerPartial, FlashPartial
 from actors.model.attention.decode_row import decode_row
+from actors.model.attention.params import AttentionParams
 from actors.model.attention_selection import choose
 from actors.model.kv.kv_cache import KVCache
 from actors.model.latent import local
@@ -59,7 +60,7 @@ def test_both_forms_are_the_definition(mla: MLASpec) -> None:
     found = []
     for form in (Naive(heads), Absorbed(heads)):
         queries = form.queries(q).transpose(0, 1).unsqueeze(0)
-        out, _ = CpuPartial().dense(queries, *form.keys_values(latents[:, None]), scale, None, causal=True)
+        out, _ = CpuPartial().dense(queries, *form.keys_values(latents[:, None]), AttentionParams(0, scale), causal=True)
         found.append(form.outputs(form.partial_outputs(out[0])).transpose(0, 1))
         torch.testing.assert_close(found[-1], right, atol=2e-5, rtol=2e-5)
     assert (found[0] - found[1]).abs().max() <= 1e-5 * right.abs().max()
@@ -80,7 +81,7 @@ def play(backend: LocalLatent, heads: LatentHeads, chunks: list[list[int]], bloc
         batch = batch_of(rows, tables, block_size)
         q, latents = (torch.cat([inputs[index][part][at : at + count] for index, at, count in rows]) for part in (0, 1))
         plan = backend.prepare(batch, cache)
-        found = backend.attend(q, latents, heads, cache, 0, plan, mla.query_dim**-0.5)
+        found = backend.attend(q, latents, heads, cache, plan, AttentionParams(0, mla.query_dim**-0.5))
         for (index, _, count), out in zip(rows, found.split([count for _, _, count in rows]), strict=True):
             outs[index].append(out)
             done[index] += count
@@ -170,7 +171,9 @@ def package(calls: list[int]) -> ModuleType:
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table, return_attn_probs
     ):  # type: ignore[no-untyped-def]
         calls.append(q.shape[-1])
-        out, lse = EagerPartial().dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), softmax_scale, None, causal)
+        out, lse = EagerPartial().dense(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), AttentionParams(0, softmax_scale), causal
+        )
         return out[0].transpose(0, 1), lse[0], None
 
     module = ModuleType("vllm_flash_attn")
@@ -200,8 +203,8 @@ def test_on_cuda_the_naive_form_is_the_packages_and_the_absorbed_torchs() -> Non
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
     assert set(calls) == {192}
     cache = KVCache(range(1), 1, 4, 16, 576, torch.float32, planes=1)
-    kernel.dense(*(torch.randn(1, n, 3, 576) for n in (2, 1, 1)), 0.1, None)
+    kernel.dense(*(torch.randn(1, n, 3, 576) for n in (2, 1, 1)), AttentionParams(0, 0.1))
     cache.write(0, torch.arange(20), torch.randn(20, 1, 576), torch.randn(0))
     [task] = kernel.decode([decode_row(0, [0, 1], 0, 20, 16)], cache)
-    task.run_with_lse(torch.randn(1, 2, 576), cache, 0, 0.1, None)
+    task.run_with_lse(torch.randn(1, 2, 576), cache, AttentionParams(0, 0.1))
     assert set(calls) == {192}

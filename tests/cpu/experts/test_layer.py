@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from actors.model.kernels.grouped import grouped_linear
 from actors.model.moe.experts import Experts, clamped_swiglu, gated_by
-from actors.model.moe.grouped import grouped_linear
 
 torch.set_num_threads(1)
 

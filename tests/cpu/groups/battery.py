@@ -1,6 +1,6 @@
 """Every operation of a group over many shapes, and a process that runs it as one rank (used by the group tests).
 
-``python groups_battery.py RANK WORLD PORT TOKEN DIRECTORY``: runs the battery on both process backends, then takes part
+``python battery.py RANK WORLD PORT TOKEN DIRECTORY``: runs the battery on both process backends, then takes part
 in two groups at once, then in groups whose last rank is killed. Results go to DIRECTORY.
 """
 

@@ -22,7 +22,7 @@ from actors.groups.distributed.rendezvous import serve_store
 WORLD = 4
 BACKENDS = ("gloo", "shared memory", "small slots")
 VICTIMS = {"shared memory": 3, "gloo": 2}
-SCRIPT = Path(__file__).with_name("groups_battery.py")
+SCRIPT = Path(__file__).with_name("battery.py")
 
 
 def _load_battery() -> ModuleType:

@@ -17,7 +17,7 @@ from actors.groups.thread import run_ranks, thread_groups
 from actors.rank.group_backends import choose_backend, connect_group
 from placement.cost import wire
 
-_spec = importlib.util.spec_from_file_location("groups_battery", Path(__file__).with_name("groups_battery.py"))
+_spec = importlib.util.spec_from_file_location("groups_battery", Path(__file__).with_name("battery.py"))
 assert _spec is not None
 assert _spec.loader is not None
 battery = importlib.util.module_from_spec(_spec)

@@ -12,7 +12,6 @@ from actors.kv_transfer.pages import CacheShape, copy_ranges
 from actors.kv_transfer.staging import STAGE_BELOW, Staging, is_small
 from actors.kv_transfer.transport import Ranges, TransferError
 from placement.layout.layout import Layout
-from placement.legality.check import check
 from placement.ownership.handoff import Side, handoff
 from placement.ownership.handoff_pages import PageTable
 from tests.transfer_cases import CASES, Case, Rank, compatibility, endpoint, expect_all, send_all, wait_for_copies
@@ -160,13 +159,13 @@ def test_all_differences_are_reported_at_once_and_nonsense_is_refused() -> None:
 
 def test_ranges_outside_a_pool_are_refused_before_anything_is_written() -> None:
     sizes = {0: 100, 1: 50}
-    check(Ranges.single(0, 0, 1, 0, 50), sizes, sizes)
+    Ranges.single(0, 0, 1, 0, 50).check(sizes, sizes)
     with pytest.raises(ValueError, match=r"bytes 10\.\.60 of the peer's pool 1, which has 50"):
-        check(Ranges.single(0, 0, 1, 10, 50), sizes, sizes)
+        Ranges.single(0, 0, 1, 10, 50).check(sizes, sizes)
     with pytest.raises(ValueError, match=r"bytes -1\.\.49 of own pool 0"):
-        check(Ranges.single(0, -1, 1, 0, 50), sizes, sizes)
+        Ranges.single(0, -1, 1, 0, 50).check(sizes, sizes)
     with pytest.raises(ValueError, match="own pool 2 is not registered"):
-        check(Ranges.single(2, 0, 1, 0, 50), sizes, sizes)
+        Ranges.single(2, 0, 1, 0, 50).check(sizes, sizes)
 
 
 def test_the_rule_of_staging() -> None:

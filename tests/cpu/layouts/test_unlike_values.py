@@ -15,6 +15,7 @@ from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.cuda.partial_kernels import EagerPartial
 from actors.model.attention.eager import eager_attention
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.kv.pages import source
@@ -103,7 +104,7 @@ def test_attention_over_gathered_pages_equals_transformers() -> None:
         torch.testing.assert_close(found, model.logits(tokens), atol=1e-4, rtol=1e-4)
     assert type(choose_cuda(torch.bfloat16, 16, head_dim=192, value_dim=128)) is GatherAttention
     q, k, v = inputs(3, 3)
-    out, _ = EagerPartial().dense(q, k, v, 0.3, None, causal=True)
+    out, _ = EagerPartial().dense(q, k, v, AttentionParams(0, 0.3), causal=True)
     torch.testing.assert_close(out, reference(q, k, v, True), atol=1e-5, rtol=1e-5)
 
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import run_ranks, thread_groups
-from actors.model.layers import layers
-from actors.model.layers.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead, linear
+from actors.model.kernels import linear as kernels
+from actors.model.kernels.linear import linear
+from actors.model.layers.layers import RMSNorm, RowParallel, VocabularyEmbedding, VocabularyHead
 from actors.model.step.regions import Regions
 
 torch.set_num_threads(1)
@@ -28,7 +29,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def test_linear_equals_the_product(
     dtype: torch.dtype, tolerance: float, rows: int, bias: bool, has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "_HAS_BFLOAT16", has_bfloat16)
+    monkeypatch.setattr(kernels, "_HAS_BFLOAT16", has_bfloat16)
     torch.manual_seed(rows)
     x, weight, shift = torch.randn(rows, 48).to(dtype), torch.randn(37, 48).to(dtype) / 7, torch.randn(37).to(dtype)
     out = linear(x, weight, shift if bias else None)

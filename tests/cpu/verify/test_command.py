@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from actors.model.layers.layers import RowParallel, linear
+from actors.model.kernels.linear import linear
+from actors.model.layers.layers import RowParallel
 from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
 from serve_app.commands.verify_command import VerifyArgs, run_verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def gate_for_up(layer: Any) -> None:
 
 
 def no_sinks(layer: Any) -> None:
-    layer.attn.sinks = None
+    layer.attn.params = replace(layer.attn.params, sinks=None)
 
 
 def sinks_of_other_heads(layer: Any) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 import actors.model.attention.cpu.prefill
 import actors.rank.assembly
 import actors.rank.runner
-from actors.model.layers.layers import RowParallel, VocabularyHead, linear
+from actors.model.kernels.linear import linear
+from actors.model.layers.layers import RowParallel, VocabularyHead
 from actors.model.step.batch import Batch
 from actors.model.step.regions import Region, Scattered
 from actors.model.step.rope import Rope

@@ -31,6 +31,7 @@ from actors.model.attention.context.forms import AttentionForm, AttentionInputs,
 from actors.model.attention.context.local_rows import KeyRun, LocalRow
 from actors.model.attention.context.pass_kv import Style
 from actors.model.attention.context.plan import STYLES, ContextConfig, ContextPlan
+from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial import PartialKernel
 from actors.model.attention.partial_outputs import OutputAccumulator, merge_packed, pack
 from actors.model.kv.kv_cache import KVCache
@@ -50,10 +51,7 @@ class _Layer:
     plan: ContextPlan
     kernel: PartialKernel
     cache: KVCache
-    layer: int
-    window: int | None
-    scale: float
-    softcap: float | None
+    params: AttentionParams
     form: AttentionForm
     """Of queries that attend to shared keys."""
 
@@ -82,20 +80,19 @@ class _Layer:
         """As `add_shared`, over the cached keys of `row` in own pages."""
         run, read = self.plan.pages[row.index]
         if read is not None:
-            self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.layer))
+            self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.params.layer))
 
     def _seen(
         self, form: AttentionForm, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """For some of `q` at a time: which, the part [heads, tokens, partial_dim] they got, and its LSE."""
         queries = q.transpose(0, 1).unsqueeze(0)
-        for call in self.plan.mask_spans(run, spans, self.window):
+        for call in self.plan.mask_spans(run, spans, self.params.window):
             out, lse = self.kernel.dense(
                 queries[:, :, call.queries],
                 keys[:, :, call.keys],
                 values[:, :, call.keys],
-                self.scale,
-                self.softcap,
+                self.params,
                 call.causal,
                 call.mask,
             )
@@ -142,30 +139,22 @@ class ContextAttention:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
         plan: ContextPlan,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
-        return self.attend_inputs(plain_inputs(q, k, v), cache, layer, plan, window, scale, softcap, sinks)
+        return self.attend_inputs(plain_inputs(q, k, v), cache, plan, params)
 
     def attend_inputs(
         self,
         inputs: AttentionInputs,
         cache: KVCache,
-        layer: int,
         plan: ContextPlan,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """`attend`, whatever it is that is cached of a token: returns [tokens, q_heads, output_dim]."""
         q, kv, form = inputs.q, inputs.kv, inputs.shared
-        call = _Layer(plan, self._kernel, cache, layer, window, scale, softcap, form)
-        cache.write_kv(layer, plan.slots, kv[plan.owned])
+        call = _Layer(plan, self._kernel, cache, params, form)
+        cache.write_kv(params.layer, plan.slots, kv[plan.owned])
         fresh = OutputAccumulator(q.shape[1], q.shape[0], inputs.output_dim, q.device)
         shared = OutputAccumulator(plan.heads.num_heads, len(plan.shared), form.partial_dim, q.device)
         shared_q = plan.heads.gather(form.queries(q[plan.shared])) if len(plan.shared) else q[:0]
@@ -181,15 +170,15 @@ class ContextAttention:
         if len(plan.shared):
             out, lse = plan.heads.scatter(shared, q.dtype)
             fresh.add(plan.shared, form.outputs(out.to(q.dtype)), lse)
-        out = fresh.out if sinks is None else with_sinks(fresh.out, fresh.lse, sinks[:, None])
+        out = fresh.out if params.sinks is None else with_sinks(fresh.out, fresh.lse, params.sinks[:, None])
         return out.transpose(0, 1).to(q.dtype)
 
     def _add_whole_rows(self, shared: OutputAccumulator, q: Tensor, call: _Layer) -> None:
         """Rows that every cp rank runs: each over its own pages, then joined over cp."""
         plan = call.plan
         here = OutputAccumulator(shared.out.shape[0], plan.num_whole, call.form.partial_dim, q.device)
-        for task in plan.decode(call.window):
-            out, lse = task.run_with_lse(q[task.rows], call.cache, call.layer, call.scale, call.softcap)
+        for task in plan.decode(call.params.window):
+            out, lse = task.run_with_lse(q[task.rows], call.cache, call.params)
             here.add(task.rows, call.form.partial_outputs(out.transpose(0, 1)), lse.transpose(0, 1))
         for row in plan.whole_chunks:
             at = plan.shared_at[row.index]
@@ -205,7 +194,7 @@ class ContextAttention:
         for row in plan.pass_kv_rows:
             _, read = plan.pages[row.index]
             if read is not None:
-                keys, values = read.read(call.cache, call.layer)
+                keys, values = read.read(call.cache, call.params.layer)
                 parts.append(call.cache.joined(keys[0], values[0]).transpose(0, 1))
         return torch.cat(parts)
 
@@ -221,7 +210,7 @@ class ContextAttention:
     ) -> None:
         """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
         for kv_step, tensor in style.kv_steps(own):
-            call.cache.write_kv(call.layer, kv_step.slots, tensor[kv_step.owned])
+            call.cache.write_kv(call.params.layer, kv_step.slots, tensor[kv_step.owned])
             for run in kv_step.fresh:
                 call.add_fresh(fresh, inputs, run, tensor[run.keys])
             for run in kv_step.cached:

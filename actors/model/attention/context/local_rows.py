@@ -10,8 +10,8 @@ Plain values, made once a step from the plan's numbers alone, so that all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -58,6 +58,45 @@ def local_rows(batch: Batch, place: ContextRank) -> list[LocalRow]:
         rows.append(LocalRow(index, start, count, tokens, runs, blocks, is_split(count, place.cp)))
         token = tokens.stop
     return rows
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The rows of a step by the way their queries meet keys; each group keeps the order of the step::
+
+    row       its fresh keys                  the cached ones, if there are any
+    decode    whole: in own pages             whole: in own pages
+    chunk     chunks: at hand                 whole: in own pages
+    split     split: they are exchanged              passing_keys: they are exchanged | passing_queries: the queries are exchanged
+    """
+
+    chunks: list[LocalRow] = field(default_factory=list)
+    whole: list[LocalRow] = field(default_factory=list)
+    split: list[LocalRow] = field(default_factory=list)
+    pass_kv_rows: list[LocalRow] = field(default_factory=list)
+    pass_q_rows: list[LocalRow] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Sequence[LocalRow], passes_keys: Callable[[int, int], bool]) -> RowGroups:
+        """`passes_keys` (new tokens, cached tokens): whether the cached keys of a split row are exchanged, and not its queries."""
+        groups = cls()
+        for row in rows:
+            if row.is_split:
+                groups.split.append(row)
+                if row.start:
+                    passing = groups.pass_kv_rows if passes_keys(row.count, row.start) else groups.pass_q_rows
+                    passing.append(row)
+            else:
+                if not row.is_decode:
+                    groups.chunks.append(row)
+                if row.has_shared_keys:
+                    groups.whole.append(row)
+        return groups
+
+    @property
+    def shared(self) -> list[LocalRow]:
+        """Rows with keys that owners hold: first those run whole, last those whose queries are exchanged."""
+        return [*self.whole, *self.pass_kv_rows, *self.pass_q_rows]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actors.groups.group import Group
 from actors.model.attention.context.dcp_heads import HeadExchange
-from actors.model.attention.context.local_rows import KeyLayout, KeyRun, LocalRow, local_rows
+from actors.model.attention.context.local_rows import KeyLayout, KeyRun, LocalRow, RowGroups, local_rows
 from actors.model.attention.context.mask_spans import MaskSpan, mask_spans
 from actors.model.attention.context.pass_kv import Gathered, Ring, Style
 from actors.model.attention.context.pass_q import QueryExchange
@@ -39,34 +39,43 @@ class ContextConfig:
 
 
 class ContextPlan:
-    """A step on one rank, for all its layers. Tokens with shared keys are numbered anew: whole rows, then split ones."""
+    """A step on one rank, for all its layers.
+
+    Tokens with shared keys are numbered anew, end to end in the order of `RowGroups.shared`::
+
+        [ rows run whole: num_whole | split rows whose keys are exchanged | split rows whose queries are exchanged: num_queries ]
+    """
 
     def __init__(self, batch: Batch, cache: KVCache, config: ContextConfig) -> None:
         self._cache, self._place, self._kernel = cache, config.place, config.kernel
-        place, cp, self.heads = config.place, config.cp, config.heads
         self._mask_spans: dict[tuple[int, tuple[range, ...], int | None], list[MaskSpan]] = {}
         self._decode: dict[int | None, Sequence[PagedTask]] = {}
-        rows = local_rows(batch, place)
-        whole = [row for row in rows if not row.is_split and row.has_shared_keys]
-        self.split = [row for row in rows if row.is_split]
-        cached = [row for row in self.split if row.start]
-        self.pass_kv_rows = [row for row in cached if config.passes_keys(row.count, row.start)]
-        pass_q_rows = [row for row in cached if row not in self.pass_kv_rows]
+        rows = RowGroups.of(local_rows(batch, config.place), config.passes_keys)
+        shared = rows.shared
 
+        self.heads = config.heads
         self.owned = torch.nonzero(batch.slots >= 0).flatten()
+        """Tokens of the step whose keys go to own pages at once."""
         self.slots = batch.slots[self.owned]
-        self.chunks = [_at_hand(row) for row in rows if not row.is_split and not row.is_decode]
-        self.decodes = [row for row in whole if row.is_decode]
-        self.pages = {row.index: self._own_pages(row) for row in [*whole, *cached] if not row.is_decode}
-        self.shared_at = _numbered([*whole, *self.pass_kv_rows, *pass_q_rows])
-        self.num_whole = sum(row.count for row in whole)
-        self.whole_chunks = [row for row in whole if not row.is_decode]
-        self.shared = _indices([*whole, *self.pass_kv_rows, *pass_q_rows], cache.device)
-        self.split_tokens = _indices(self.split, cache.device)
+        """Where they go."""
+        self.chunks = [_at_hand(row) for row in rows.chunks]
+        """Fresh keys that are here whole."""
 
-        self.pass_q = QueryExchange(cp, pass_q_rows, place) if pass_q_rows else None
-        self.num_pass_q_tokens = sum(_length(row.tokens) for row in pass_q_rows)
-        self.style = self._style(cp, config.style) if self.split else None
+        self.shared = _indices(shared, cache.device)
+        """Tokens of the step that have shared keys, as numbered."""
+        self.shared_at = _numbered(shared)
+        """By row: its tokens among them."""
+        self.pages = {row.index: self._own_pages(row) for row in shared if not row.is_decode}
+        """By row: its cached keys here."""
+        self.num_whole = _num_tokens(rows.whole)
+        self.decodes = [row for row in rows.whole if row.is_decode]
+        self.whole_chunks = [row for row in rows.whole if not row.is_decode]
+
+        self.split_tokens = _indices(rows.split, cache.device)
+        self.pass_kv_rows = rows.pass_kv_rows
+        self.style = _style(rows, config, cache.device) if rows.split else None
+        self.num_pass_q_tokens = _num_tokens(rows.pass_q_rows)
+        self.pass_q = QueryExchange(config.cp, rows.pass_q_rows, config.place) if rows.pass_q_rows else None
 
     def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
         """The kernel calls of queries at `spans` over the keys of `run`, made once a step."""
@@ -94,10 +103,11 @@ class ContextPlan:
         read = source(self._cache, row.blocks, 0, len(positions)) if len(positions) else None
         return KeyRun(row, slice(0, len(positions)), positions), read
 
-    def _style(self, cp: Group, make: MakeStyle) -> Style:
-        place = self._place
-        layouts = [KeyLayout.sent_by(rank, self.split, self.pass_kv_rows, place) for rank in range(place.cp)]
-        return make(cp, layouts, self.split, place, self._cache.device)
+
+def _style(rows: RowGroups, config: ContextConfig, device: torch.device) -> Style:
+    place = config.place
+    layouts = [KeyLayout.sent_by(rank, rows.split, rows.pass_kv_rows, place) for rank in range(place.cp)]
+    return config.style(config.cp, layouts, rows.split, place, device)
 
 
 def _at_hand(row: LocalRow) -> KeyRun:
@@ -107,6 +117,11 @@ def _at_hand(row: LocalRow) -> KeyRun:
 
 def _length(tokens: slice) -> int:
     return int(tokens.stop) - int(tokens.start)
+
+
+def _num_tokens(rows: Sequence[LocalRow]) -> int:
+    """Tokens of `rows` that this rank runs."""
+    return sum(_length(row.tokens) for row in rows)
 
 
 def _numbered(rows: Sequence[LocalRow]) -> dict[int, slice]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actors.model.attention.cpu.decode import DecodeBucket, plan_decode
 from actors.model.attention.cpu.prefill import WholeChunk, WindowBlock, plan_prefill
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 
@@ -46,18 +47,14 @@ class CpuAttention:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
         plan: CpuPlan,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
-        cache.write(layer, plan.slots, k, v)
-        tasks = plan.tasks(window)
+        cache.write(params.layer, plan.slots, k, v)
+        tasks = plan.tasks(params.window)
         if len(tasks) == 1:
-            return tasks[0].run(q, k, v, cache, layer, scale, softcap, sinks)
+            return tasks[0].run(q, k, v, cache, params)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         for task in tasks:
-            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, layer, scale, softcap, sinks)
+            out[task.rows] = task.run(q[task.rows], k[task.rows], v[task.rows], cache, params)
         return out

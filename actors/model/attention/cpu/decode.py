@@ -20,6 +20,7 @@ from torch import Tensor
 
 from actors.model.attention.cpu.flash import flash, flash_with_lse
 from actors.model.attention.decode_row import DecodeRow, decode_row
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Source, consecutive, source
 from actors.model.step.batch import Batch
@@ -45,34 +46,25 @@ class DecodeBucket:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
-        keys, values = self.keys.read(cache, layer)
+        keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
         # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
-        sinks = None if sinks is None else sinks.view(cache.kv_heads, -1)
-        out = flash(grouped, keys, values, scale, mask=self.mask, softcap=softcap, sinks=sinks)
+        sinks = None if params.sinks is None else params.sinks.view(cache.kv_heads, -1)
+        out = flash(grouped, keys, values, params.scale, mask=self.mask, softcap=params.softcap, sinks=sinks)
         return out.reshape(rows, heads, values.shape[3])
 
     def run_with_lse(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        layer: int,
-        scale: float,
-        softcap: float | None = None,
-        kernel: LseKernel = flash_with_lse,
+        self, q: Tensor, cache: KVCache, params: AttentionParams, kernel: LseKernel = flash_with_lse
     ) -> tuple[Tensor, Tensor]:
         """Output [rows, q_heads, dim of values] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
-        keys, values = self.keys.read(cache, layer)
+        keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
-        out, lse = kernel(grouped, keys, values, scale, mask=self.mask, softcap=softcap)
+        out, lse = kernel(grouped, keys, values, params.scale, mask=self.mask, softcap=params.softcap)
         return out.reshape(rows, heads, values.shape[3]), lse.reshape(rows, heads)
 
 

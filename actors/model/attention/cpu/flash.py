@@ -36,7 +36,7 @@ def flash(
 
     `q` is [batch, q_heads, queries, dim]; `k` is [batch, kv_heads, keys, dim] with kv_heads dividing q_heads; `v` is like k, or
     shorter in its last dimension.
-    `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionBackend.attend`.
+    `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionParams`.
     `sinks` as there too, [q_heads, 1] or [q_heads, queries]. Raises `ValueError` on shapes that clash.
     """
     if sinks is not None:

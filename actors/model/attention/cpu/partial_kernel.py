@@ -9,6 +9,7 @@ from torch import Tensor
 from actors.model.attention.cpu.decode import bucketed
 from actors.model.attention.cpu.flash import flash_with_lse
 from actors.model.attention.decode_row import DecodeRow
+from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial import PagedTask
 from actors.model.kv.kv_cache import KVCache
 
@@ -23,12 +24,11 @@ class CpuPartial:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        softcap: float | None,
+        params: AttentionParams,
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+        return flash_with_lse(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
         return bucketed(rows, cache)

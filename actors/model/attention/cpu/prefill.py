@@ -21,6 +21,7 @@ from torch import Tensor
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.cpu.flash import flash, flash_with_lse
 from actors.model.attention.merge import merge
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Source, source
 from actors.model.step.batch import Batch
@@ -41,18 +42,16 @@ class WholeChunk:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim] to the context and to `k`, `v` [queries, kv_heads, dim]."""
         q, k, v = (_heads_first(x) for x in (q, k, v))
-        sinks = None if sinks is None else sinks[:, None]
+        scale, softcap = params.scale, params.softcap
+        sinks = None if params.sinks is None else params.sinks[:, None]
         if self.context is None:
             return _tokens_first(flash(q, k, v, scale, causal=True, softcap=softcap, sinks=sinks))
         chunk = flash_with_lse(q, k, v, scale, causal=True, softcap=softcap)
-        context = flash_with_lse(q, *self.context.read(cache, layer), scale, softcap=softcap)
+        context = flash_with_lse(q, *self.context.read(cache, params.layer), scale, softcap=softcap)
         out, lse = merge((context, chunk))
         return _tokens_first(out if sinks is None else with_sinks(out, lse, sinks))
 
@@ -71,14 +70,13 @@ class WindowBlock:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """Attend from `q` [queries, q_heads, dim]; the fresh `k`, `v` are read from the cache, where they are already."""
-        sinks, band = None if sinks is None else sinks[:, None], self.band.read(cache, layer)
-        return _tokens_first(flash(_heads_first(q), *band, scale, mask=self.mask, softcap=softcap, sinks=sinks))
+        keys, values = self.band.read(cache, params.layer)
+        sinks = None if params.sinks is None else params.sinks[:, None]
+        out = flash(_heads_first(q), keys, values, params.scale, mask=self.mask, softcap=params.softcap, sinks=sinks)
+        return _tokens_first(out)
 
 
 def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[WholeChunk | WindowBlock]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from actors.model.attention.backend import with_sinks
 from actors.model.attention.eager import eager_attention
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import source
 from actors.model.step.batch import Batch
@@ -31,36 +32,30 @@ class GatherAttention:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
         plan: Batch,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
-        cache.write(layer, plan.slots, k, v)
+        cache.write(params.layer, plan.slots, k, v)
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        token = 0
+        window, token = params.window, 0
         for queries, context, table in zip(plan.query_lens, plan.context_lens, plan.block_tables, strict=True):
             total = context + queries
             first = 0 if window is None else max(0, context - window + 1)
-            keys, values = source(cache, table, first, total).read(cache, layer)
+            keys, values = source(cache, table, first, total).read(cache, params.layer)
             rows = slice(token, token + queries)
             visible = _visible(range(context, total), range(first, total), window, cache.device)
-            one = _attend(q[rows].transpose(0, 1).unsqueeze(0), keys, values, visible, scale, softcap, sinks)
+            one = _attend(q[rows].transpose(0, 1).unsqueeze(0), keys, values, visible, params)
             out[rows] = one.squeeze(0).transpose(0, 1)
             token += queries
         return out
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, params: AttentionParams) -> Tensor:
+    if params.softcap is None and params.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=params.scale, enable_gqa=True)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, -torch.inf)[None, None]
-    out, lse = eager_attention(q, k, v, scale, mask=mask, softcap=softcap)
-    return out if sinks is None else with_sinks(out, lse, sinks[:, None])
+    out, lse = eager_attention(q, k, v, params.scale, mask=mask, softcap=params.softcap)
+    return out if params.sinks is None else with_sinks(out, lse, params.sinks[:, None])
 
 
 def _visible(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from actors.model.attention.cpu.decode import DecodeBucket, bucketed
 from actors.model.attention.cuda.choose import MOST_HEAD_DIM, Import
 from actors.model.attention.decode_row import DecodeRow
 from actors.model.attention.eager import eager_attention
+from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial import PagedTask, PartialKernel
 from actors.model.kv.kv_cache import KVCache
 
@@ -47,21 +48,21 @@ class Lengths:
         return cls(query_sums, key_sums, _int32(keys, device), max(queries), max(keys), blocks)
 
 
-Part = Callable[[Tensor, Tensor, Tensor, Lengths, bool, float, float | None], tuple[Tensor, Tensor]]
-"""(q [tokens, q_heads, dim], keys, values, lengths, causal, scale, softcap) -> (output like q, LSE [q_heads, tokens])."""
+Part = Callable[[Tensor, Tensor, Tensor, Lengths, bool, AttentionParams], tuple[Tensor, Tensor]]
+"""(q [tokens, q_heads, dim], keys, values, lengths, causal, params) -> (output like q, LSE [q_heads, tokens])."""
 
 
 def flash_attn_part(function: Callable[..., Any]) -> Part:
     """``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
 
     def run(
-        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, scale: float, softcap: float | None
+        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
     ) -> tuple[Tensor, Tensor]:
         lengths = {"cu_seqlens_q": lens.queries, "cu_seqlens_k": lens.keys, "block_table": lens.block_tables}
         longest = {"max_seqlen_q": lens.longest_query, "max_seqlen_k": lens.longest_keys}
-        cap = {} if softcap is None else {"softcap": softcap}
+        cap = {} if params.softcap is None else {"softcap": params.softcap}
         found = function(
-            q, keys, values, **lengths, **longest, softmax_scale=scale, causal=causal, return_attn_probs=True, **cap
+            q, keys, values, **lengths, **longest, softmax_scale=params.scale, causal=causal, return_attn_probs=True, **cap
         )
         return found[0], found[1]
 
@@ -72,15 +73,15 @@ def vllm_part(function: Callable[..., Any]) -> Part:
     """``flash_attn_varlen_func`` as vendored in vLLM: key lengths where keys are pages, their running sum where not."""
 
     def run(
-        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, scale: float, softcap: float | None
+        q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
     ) -> tuple[Tensor, Tensor]:
         paged = lens.block_tables is not None
         lengths = {"cu_seqlens_q": lens.queries, "block_table": lens.block_tables}
         lengths |= {"seqused_k": lens.key_lens} if paged else {"cu_seqlens_k": lens.keys}
         longest = {"max_seqlen_q": lens.longest_query, "max_seqlen_k": lens.longest_keys}
-        cap = {} if softcap is None else {"softcap": softcap}
+        cap = {} if params.softcap is None else {"softcap": params.softcap}
         found = function(
-            q, keys, values, **lengths, **longest, softmax_scale=scale, causal=causal, return_softmax_lse=True, **cap
+            q, keys, values, **lengths, **longest, softmax_scale=params.scale, causal=causal, return_softmax_lse=True, **cap
         )
         return found[0], found[1]
 
@@ -105,12 +106,11 @@ class EagerPartial:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        softcap: float | None,
+        params: AttentionParams,
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return eager_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+        return eager_attention(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
         return [EagerBucket(bucket) for bucket in bucketed(rows, cache)]
@@ -122,8 +122,8 @@ class EagerBucket:
     def __init__(self, bucket: DecodeBucket) -> None:
         self.rows, self._bucket = bucket.rows, bucket
 
-    def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        return self._bucket.run_with_lse(q, cache, layer, scale, softcap, eager_attention)
+    def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        return self._bucket.run_with_lse(q, cache, params, eager_attention)
 
 
 class FlashPartial(EagerPartial):
@@ -137,16 +137,15 @@ class FlashPartial(EagerPartial):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        softcap: float | None,
+        params: AttentionParams,
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if mask is not None or q.shape[-1] > MOST_HEAD_DIM or v.shape[-1] != q.shape[-1]:
-            return eager_attention(q, k, v, scale, causal=causal, mask=mask, softcap=softcap)
+            return eager_attention(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
         queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         lengths = Lengths.of([len(queries)], [len(keys)], q.device)
-        out, lse = self._part(queries, keys, values, lengths, causal, scale, softcap)
+        out, lse = self._part(queries, keys, values, lengths, causal, params)
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
@@ -166,9 +165,9 @@ class PagedRows:
         stops, tables = [row.stop for row in rows], [row.blocks for row in rows]
         self._lengths = Lengths.of([1] * len(rows), stops, cache.device, tables)
 
-    def run_with_lse(self, q: Tensor, cache: KVCache, layer: int, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
         # One query sees all of its keys, so it need not be causal.
-        out, lse = self._part(q, *cache.paged_views(layer), self._lengths, False, scale, softcap)
+        out, lse = self._part(q, *cache.paged_views(params.layer), self._lengths, False, params)
         return out, lse.transpose(0, 1)
 
 

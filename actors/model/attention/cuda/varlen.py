@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 
@@ -36,8 +37,8 @@ class VarlenPlan:
     """[sequences, longest table], padded with block 0."""
 
 
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, tuple[int, int], float, float | None], Tensor]
-"""(q, key pages, value pages, plan, window, scale, softcap) -> [tokens, q_heads, head_dim]."""
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, AttentionParams], Tensor]
+"""(q, key pages, value pages, plan, params) -> [tokens, q_heads, head_dim]."""
 
 
 class VarlenAttention:
@@ -67,33 +68,20 @@ class VarlenAttention:
         k: Tensor,
         v: Tensor,
         cache: KVCache,
-        layer: int,
         plan: VarlenPlan,
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        params: AttentionParams,
     ) -> Tensor:
-        assert sinks is None, "choose_cuda gives models with sinks another backend"
+        assert params.sinks is None, "choose_cuda gives models with sinks another backend"
         if q.shape[0] == 0:
             return q
-        cache.write(layer, plan.slots, k, v)
-        before = -1 if window is None else window - 1
-        return self._kernel(q, *cache.paged_views(layer), plan, (before, 0), scale, softcap)
+        cache.write(params.layer, plan.slots, k, v)
+        return self._kernel(q, *cache.paged_views(params.layer), plan, params)
 
 
 def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
 
-    def run(
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: VarlenPlan,
-        window: tuple[int, int],
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -102,11 +90,11 @@ def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
             cu_seqlens_k=plan.key_starts,
             max_seqlen_q=plan.longest_query,
             max_seqlen_k=plan.longest_keys,
-            softmax_scale=scale,
+            softmax_scale=params.scale,
             causal=True,
-            window_size=window,
+            window_size=_window(params),
             block_table=plan.block_tables,
-            **_cap(softcap),
+            **_cap(params),
         )
         return out
 
@@ -116,15 +104,7 @@ def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
 def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``flash_attn_varlen_func`` as vendored in vLLM: with a block table it takes key lengths, not their running sum."""
 
-    def run(
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: VarlenPlan,
-        window: tuple[int, int],
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -133,11 +113,11 @@ def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
             seqused_k=plan.key_lens,
             max_seqlen_q=plan.longest_query,
             max_seqlen_k=plan.longest_keys,
-            softmax_scale=scale,
+            softmax_scale=params.scale,
             causal=True,
-            window_size=window,
+            window_size=_window(params),
             block_table=plan.block_tables,
-            **_cap(softcap),
+            **_cap(params),
         )
         return out
 
@@ -147,15 +127,7 @@ def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
 def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) is its causal flag."""
 
-    def run(
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: VarlenPlan,
-        window: tuple[int, int],
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
             q,
             keys,
@@ -164,21 +136,26 @@ def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
             plan.key_starts,
             plan.longest_query,
             plan.longest_keys,
-            scale=scale,
-            window_size=window,
+            scale=params.scale,
+            window_size=_window(params),
             enable_gqa=True,
             seqused_k=plan.key_lens,
             block_table=plan.block_tables,
-            **_cap(softcap),
+            **_cap(params),
         )
         return out
 
     return run
 
 
-def _cap(softcap: float | None) -> dict[str, float]:
+def _window(params: AttentionParams) -> tuple[int, int]:
+    """(tokens before a query, tokens after it) that it sees beside its own; -1: all."""
+    return (-1 if params.window is None else params.window - 1, 0)
+
+
+def _cap(params: AttentionParams) -> dict[str, float]:
     """The argument that caps scores, only where it is wanted: not every kernel has it (`choose_cuda` sees to that)."""
-    return {} if softcap is None else {"softcap": softcap}
+    return {} if params.softcap is None else {"softcap": params.softcap}
 
 
 def _int32(values: list[Any], device: torch.device) -> Tensor:

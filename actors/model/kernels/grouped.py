@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from actors.model.layers.layers import linear
+from actors.model.kernels.linear import linear
 
 _ALIGNMENT = 16
 
