@@ -25,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.wire.roles import Role
 from cluster.nodes import topology
 from cluster.nodes.discover import best_device, discover
+from cluster.replica import failures
 from cluster.replica.placement_group import NODE_ID, none_at_all
 from cluster.replica.placement_wait import PlacementError
 from cluster.replica.replica import Replica
@@ -52,8 +53,10 @@ class EngineReplica(Replica):
     """A `Replica` that takes its name from Serve. `settings`: what the application came to where it was made on the cluster."""
 
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pool: str = ENGINE) -> None:
-        found = settings or settings_in_cluster(args).by_name[pool]
-        super().__init__(found, str(serve.get_replica_context().replica_id.unique_id))
+        context = serve.get_replica_context()
+        with failures.keeping(context.app_name, context.deployment):
+            found = settings or settings_in_cluster(args).by_name[pool]
+            super().__init__(found, str(context.replica_id.unique_id))
 
 
 class Ingress:
@@ -61,8 +64,10 @@ class Ingress:
 
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
         """`pools`: the replicas, by deployment, those that answer requests first."""
-        known = settings or settings_in_cluster(args).engine
-        self._model = served_model(args, known)
+        context = serve.get_replica_context()
+        with failures.keeping(context.app_name, context.deployment):
+            known = settings or settings_in_cluster(args).engine
+            self._model = served_model(args, known)
         # Serve's proxy puts the request's own id on the answer, or the one it gave it.
         self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
         wait_s = args.replica_wait_s

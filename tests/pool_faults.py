@@ -10,15 +10,15 @@ import msgpack
 
 from actors.engine.admission import EngineBusy
 from actors.engine.disaggregation import decode_transfers, prefill_transfers
+from actors.engine.disaggregation.connector import TransferChanges
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer
 from actors.engine.disaggregation.prefill_transfers import PrefillTransfer
-from actors.engine.scheduler import Scheduler
+from actors.engine.loop import StepLoop
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_transfer.local import LocalTransfer, LocalTransport, Switchboard
 from actors.kv_transfer.transport import Ranges, TransferError
 from actors.wire.kv import KVReader, KVReport, KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
-from tests.inprocess import InProcess
 from tests.pools import Lost, Pools
 
 FAULTS = (
@@ -112,8 +112,8 @@ class Injector:
             self.on_prefill_event,
             self.on_decode_event,
         )
-        self._watch_decode(_scheduler(both.decode))
-        self._watch_prefill(_scheduler(both.prefill))
+        self._watch_decode(both.decode.engine._loop)
+        self._watch_prefill(both.prefill.engine._loop)
         self._submit, self._prefill.submit = self._prefill.submit, self.submit
 
     def on_decode_event(self, event: TokenEvent) -> None:
@@ -168,9 +168,9 @@ class Injector:
         if ticket is not None and fault == "prefill cancelled at once":
             self._prefill.cancel(item.request_id)
 
-    def _watch_decode(self, scheduler: Scheduler) -> None:
-        book = scheduler.decode_transfers
-        reserve, expired, cancel, on_ticket_event = book.reserve, book.expired, scheduler.cancel, scheduler.on_ticket_event
+    def _watch_decode(self, loop: StepLoop) -> None:
+        scheduler, handoffs, book = loop._scheduler, loop._hand_offs, loop._hand_offs.decode_transfers
+        reserve, expired, cancel, on_ticket_event = book.reserve, book.expired, scheduler.cancel, handoffs.on_remote_event
         seen = Counter[str]()
 
         def reserved(sequence: Sequence, now: float) -> None:
@@ -188,21 +188,22 @@ class Injector:
                 self._note("decode transfer", made, "prefill")
             return found
 
-        def cancelled(name: str) -> TokenEvent | None:
+        def cancelled(name: str) -> list[TokenEvent]:
             self._note("decode transfer", self._made.get(name), "decode")
             return cancel(name)
 
-        def taken(event: TokenEvent, now: float) -> list[TokenEvent]:
+        def taken(event: TokenEvent, now: float) -> TransferChanges:
             seen[repr(event)] += not event.is_empty
             if event.finish not in (None, "handoff") or seen[repr(event)] > 1:
                 self._note("decode transfer", self._made.get(event.request_id), "prefill")
             return on_ticket_event(event, now)
 
         _replace(book, reserve=reserved, expired=late)
-        _replace(scheduler, cancel=cancelled, on_ticket_event=taken)
+        _replace(scheduler, cancel=cancelled)
+        _replace(handoffs, on_remote_event=taken)
 
-    def _watch_prefill(self, scheduler: Scheduler) -> None:
-        book = scheduler.prefill_transfers
+    def _watch_prefill(self, loop: StepLoop) -> None:
+        scheduler, book = loop._scheduler, loop._hand_offs.prefill_transfers
         begin, on_report, cancel = book.begin, book.on_report, scheduler.cancel
 
         def begun(sequence: Sequence, ticket: KVTicket, now: float) -> None:
@@ -217,7 +218,7 @@ class Injector:
                     self._note("prefill transfer", self._out.get(sent.ticket_id), "prefill")
             return on_report(report, now)
 
-        def cancelled(name: str) -> TokenEvent | None:
+        def cancelled(name: str) -> list[TokenEvent]:
             self._note("prefill transfer", self._out.get(name), "decode")
             return cancel(name)
 
@@ -227,10 +228,6 @@ class Injector:
     def _note(self, book: str, found: DecodeTransfer | PrefillTransfer | None, side: str) -> None:
         if found is not None:
             self.hits[book, found.state.name, side] += 1
-
-
-def _scheduler(side: InProcess) -> Scheduler:
-    return side.engine._loop._scheduler
 
 
 def _replace(owner: object, **methods: object) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest
+from placement.errors import ReportedError
 
 _LARGEST_TOKEN = 2**31
 
 
-class RequestRefused(Exception):
+class RequestRefused(ReportedError):
     """A request that was not accepted; no event follows. `code` is stable, ``str()`` is for people."""
 
     code = "refused"

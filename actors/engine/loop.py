@@ -20,8 +20,10 @@ from collections.abc import Callable
 from actors.engine.admission import DuplicateRequest, EngineBusy, EngineDown, check_request
 from actors.engine.balancing import ExpertBalancer
 from actors.engine.batching.bubble import BubbleMeter
+from actors.engine.batching.dp_rank import dp_ranks_of
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import EngineStats
+from actors.engine.disaggregation.handoffs import Handoffs
 from actors.engine.link.link import LinkError, LinkTimeout, RankLink
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.event_delivery import Deliver, EventDelivery
@@ -54,7 +56,9 @@ class StepLoop:
         """Why this loop takes no more requests."""
         self._link = link
         self._clock = clock
-        self._scheduler = Scheduler(config)
+        dp_ranks = dp_ranks_of(config)
+        self._hand_offs = Handoffs(config, dp_ranks)
+        self._scheduler = Scheduler(config, dp_ranks, self._hand_offs if config.moves_kv else None)
         self._balancer = ExpertBalancer(config.experts) if config.experts is not None else None
         self._event_delivery = EventDelivery(flush)
         self._changed = threading.Condition()
@@ -82,9 +86,7 @@ class StepLoop:
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """Accept a request, or raise a `RequestRefused`. Events may come before this returns."""
         check_request(request, self.config)
-        sequence = Sequence.of(
-            request, self.config.block_size, self._clock(), next(self._order), self.config.rope, self.config.capacity
-        )
+        sequence = self._sequence(request)
         with self._changed:
             if self.ended is not None:
                 raise EngineDown(self.ended)
@@ -95,6 +97,11 @@ class StepLoop:
             self._inbox.append(sequence)
             self._inbox_tokens += len(request.prompt)
             self._changed.notify()
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
+        config, pool = self.config, self.config.disaggregation
+        expected = pool.expected_tokens if pool is not None else 0
+        return Sequence.of(request, config.block_size, self._clock(), next(self._order), config.rope, config.capacity, expected)
 
     def _check_room(self, tokens: int) -> None:
         requests, queued = self._waiting()
@@ -175,25 +182,25 @@ class StepLoop:
                 stage_busy_seconds=self._meter.busy_s,
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
-                tier_saved_blocks=scheduler.offload.counts.saved_blocks,
-                tier_asked_tokens=scheduler.offload.counts.asked_tokens,
-                tier_found_tokens=scheduler.offload.counts.found_tokens,
-                tier_late=scheduler.offload.counts.late,
-                tier_hits=dict(scheduler.offload.counts.hits),
+                tier_saved_blocks=self._hand_offs.offload.counts.saved_blocks,
+                tier_asked_tokens=self._hand_offs.offload.counts.asked_tokens,
+                tier_found_tokens=self._hand_offs.offload.counts.found_tokens,
+                tier_late=self._hand_offs.offload.counts.late,
+                tier_hits=dict(self._hand_offs.offload.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
-                handoffs=None if self.config.disaggregation is None else scheduler.handoffs.stats(),
+                handoffs=None if self.config.disaggregation is None else self._hand_offs.stats(),
             )
 
     def _run(self) -> None:
         try:
             while self._intake():
                 self._poll_kv_reports()
-                self._deliver(self._scheduler.reap(self._clock()))
+                self._reap()
                 self._send_plans()
                 self._look_for_starvation()
                 if self._in_flight:
                     self._take_result()
-                elif self._scheduler.handoffs:
+                elif self._hand_offs:
                     self._link.listen(_LISTEN_S)
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
@@ -223,18 +230,31 @@ class StepLoop:
             self._inbox_tokens = 0
             cancelled, self._cancelled = self._cancelled, []
             ticket_events, self._ticket_events = self._ticket_events, []
-        self._deliver([event for each in ticket_events for event in self._scheduler.on_ticket_event(each, self._clock())])
-        self._deliver([event for event in map(self._scheduler.cancel, cancelled) if event is not None])
+        self._deliver([event for each in ticket_events for event in self._take_remote(each)])
+        self._deliver([event for request_id in cancelled for event in self._end(request_id)])
         return True
+
+    def _take_remote(self, event: TokenEvent) -> list[TokenEvent]:
+        return self._scheduler.apply(self._hand_offs.on_remote_event(event, self._clock()))
+
+    def _end(self, request_id: str) -> list[TokenEvent]:
+        """End a request with ``abort``, and what is still being sent of it."""
+        return self._scheduler.cancel(request_id) or self._hand_offs.stop(TokenEvent(request_id=request_id, finish="abort"))
 
     def _has_work(self) -> bool:
         came = self._inbox or self._cancelled or self._ticket_events
-        return bool(came or self._in_flight or self._scheduler.num_live or self._scheduler.handoffs)
+        return bool(came or self._in_flight or self._scheduler.num_live or self._hand_offs)
 
     def _poll_kv_reports(self) -> None:
         """Take what ranks tell of hand-offs."""
         while self._link.kv_reports:
-            self._deliver(self._scheduler.on_kv_report(self._link.kv_reports.popleft(), self._clock()))
+            changes = self._hand_offs.on_report(self._link.kv_reports.popleft(), self._clock())
+            self._deliver(self._scheduler.apply(changes))
+
+    def _reap(self) -> None:
+        """Give up what is late: transfers, then requests."""
+        changes = self._hand_offs.poll(self._scheduler.live.tickets(), self._clock())
+        self._deliver(self._scheduler.apply(changes) + self._scheduler.reap(self._clock()))
 
     def _send_plans(self) -> None:
         while len(self._in_flight) < self.config.depth:
@@ -248,7 +268,7 @@ class StepLoop:
             self._link.send(plan)
 
     def _look_for_starvation(self) -> None:
-        is_starved = not self._in_flight and self._scheduler.offload.is_stuck and self._scheduler.waiting.num_requests > 0
+        is_starved = not self._in_flight and self._hand_offs.offload.is_stuck and self._scheduler.waiting.num_requests > 0
         self._starved_since = (self._starved_since or self._clock()) if is_starved else None
 
     def _take_result(self) -> None:
@@ -258,7 +278,8 @@ class StepLoop:
         _, sent_at = self._in_flight.popleft()
         while self._link.reports and self._balancer is not None:
             self._balancer.on_report(self._link.reports.popleft())
-        events = self._scheduler.update(result, self._clock())
+        self._hand_offs.on_result(self._clock())
+        events = self._scheduler.update(result)
         with self._changed:
             self._last_step_at = self._clock()
             self._step_seconds += self._last_step_at - sent_at
@@ -286,4 +307,4 @@ class StepLoop:
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events:
             for request_id in self._event_delivery.deliver(events):
-                self._scheduler.cancel(request_id)
+                self._end(request_id)

@@ -164,6 +164,8 @@ def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, reserve
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ModelError):
-                raise LaunchError(str(cause)) from error
+                failure = LaunchError(str(cause))
+                failure.code = cause.code
+                raise failure from error
             raise LaunchError(f"rank {rank_of[ready[0]]} could not {what}: {cause}") from error
     return list(ray.get(list(refs)))

@@ -12,6 +12,7 @@ import time
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from cluster.embedded.local import NAMESPACE
+from placement.errors import ReportedError
 
 log = logging.getLogger("shardwright.placement")
 
@@ -21,8 +22,10 @@ _KEY = b"waiting-"
 _WHERE = NAMESPACE.encode()
 
 
-class PlacementError(RuntimeError):
+class PlacementError(ReportedError, RuntimeError):
     """The cluster cannot place a replica, or did not in time. Says which bundle, which resource, and what there is."""
+
+    code = "no_room"
 
 
 class PlacementWait:

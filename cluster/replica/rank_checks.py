@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from actors.rank.addresses import INTERFACE_VARIABLE
 from actors.wire.rank_config import RankLocation
 from cluster.replica.placement_group import ReservedBundles
+from placement.errors import ReportedError
 
 
-class LaunchError(RuntimeError):
+class LaunchError(ReportedError, RuntimeError):
     """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
+
+    code = "launch_failed"
 
 
 def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles) -> None:

@@ -33,6 +33,8 @@ from placement.ownership.weight_slices import Parameter
 class MemoryBudgetError(LayoutError):
     """A model whose weights, or whose KV cache for one sequence, do not fit into the memory of a rank."""
 
+    code = "memory_budget"
+
 
 @dataclass(frozen=True)
 class RankMemory:

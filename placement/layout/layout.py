@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from placement.errors import ReportedError
+
 Size = Annotated[int, Field(ge=1)]
 """Number of ranks along one axis."""
 
@@ -24,8 +26,10 @@ _LIST_SEPARATOR = "/"
 """Separates the entries of a list field in the text form: ``stage_layers=16/14``."""
 
 
-class LayoutError(ValueError):
+class LayoutError(ReportedError, ValueError):
     """A layout text that cannot be read, or a layout that breaks rules. ``str()`` is the whole message."""
+
+    code = "bad_layout"
 
 
 class Layout(BaseModel):

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from placement.errors import ReportedError
 from placement.model.attention_kind import AttentionKind, latent_kind, plain_kind
 from placement.model.bounds import Positive, PositiveInt
 from placement.model.mla_spec import MLASpec
@@ -19,8 +20,10 @@ DType = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class ModelError(ValueError):
+class ModelError(ReportedError, ValueError):
     """A model that cannot be used: names the file and the field or tensor at fault."""
+
+    code = "bad_model"
 
 
 class RopeSpec(BaseModel):

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from placement.layout.layout import LayoutError
-from placement.model.spec import ModelError
+from placement.errors import ReportedError
 from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, installed
 
 app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -285,7 +284,7 @@ def main() -> None:
         app()
     except ValidationError as error:
         _usage("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (given: {e['input']!r})" for e in error.errors()))
-    except (ModelError, LayoutError) as error:
+    except ReportedError as error:
         _usage(str(error))
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from placement.errors import ErrorReport
 from serve_app.deployment.deployment_names import APP_NAME
 from serve_app.deployment.settings import ServeArgs
-from serve_app.deployment.start_errors import first_error_text
+from serve_app.deployment.start_errors import foreign_reason, text_of
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
@@ -68,6 +69,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     from ray.serve.api import RunTarget
     from ray.serve.schema import LoggingConfig
 
+    from cluster.replica import failures
     from cluster.replica.status import serve_details
     from serve_app.app import application
 
@@ -76,6 +78,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
+    failures.forget(APP_NAME)
     target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     with _progress() as show:
@@ -115,20 +118,40 @@ def _port(details: dict[str, Any], asked: int) -> int:
 def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
     """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
     began = answered_s = time.monotonic()
-    reasons: list[str] = []
+    last: ApplicationStatusOverview | None = None
     while not stop.wait(_POLL_S):
         now, status = time.monotonic(), _status()
         if status is not None:
             if status.status == "RUNNING":
                 return
-            answered_s, reasons = now, [status.message, *(each.message for each in status.deployments.values())]
+            answered_s, last = now, status
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartFailed(first_error_text(reasons))
+                raise StartFailed(_reason(status))
         show()
         if now - answered_s > _SILENT_S:
             raise StartFailed(f"Ray Serve has not reported the state of the application for {_SILENT_S:.0f} s")
         if now - began > _DEPLOY_TIMEOUT_S:
-            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {first_error_text(reasons)}")
+            raise StartFailed(f"not ready after {_DEPLOY_TIMEOUT_S:.0f} s: {_reason(last)}")
+
+
+def _reason(status: ApplicationStatusOverview | None) -> str:
+    """Why the application does not run: the report that one of its deployments has left, else what Serve says."""
+    deployments = {} if status is None else status.deployments
+    report = next((found for name in deployments if (found := _report(name)) is not None), None)
+    if report is not None:
+        return text_of(report)
+    return foreign_reason([] if status is None else [status.message, *(each.message for each in deployments.values())])
+
+
+def _report(deployment: str) -> ErrorReport | None:
+    """What a constructor of this deployment has left, None where it has left nothing or the cluster does not answer."""
+    from ray.exceptions import RayError
+
+    from cluster.replica import failures
+
+    with suppress(RayError):
+        return failures.kept(APP_NAME, deployment)
+    return None
 
 
 def _status() -> ApplicationStatusOverview | None:

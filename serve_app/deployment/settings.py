@@ -13,6 +13,7 @@ from actors.engine.config.balancing import USUAL_INTERVAL
 from cluster.replica.settings import DEFAULT_CONTEXT, DEFAULT_DISK_BYTES, DEFAULT_KV_BYTES, ReplicaSettings
 from placement.checkpoint import header as checkpoint_header
 from placement.cost import memory
+from placement.errors import ReportedError
 from placement.layout.layout import Layout, LayoutError
 from placement.legality.check import require
 from placement.model.spec import DType, ModelSpec
@@ -105,8 +106,10 @@ class ServeArgs(BaseModel):
         return limit
 
 
-class ArgumentError(ValueError):
+class ArgumentError(ReportedError, ValueError):
     """Arguments that mean nothing to `ServeArgs`: says which, and what would."""
+
+    code = "bad_argument"
 
 
 def read_api_keys(args: ServeArgs) -> tuple[str, ...]:

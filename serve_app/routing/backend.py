@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from actors.wire.requests import GenerateRequest, TokenEvent
+from placement.errors import ReportedError
 
 RefusalCode = Literal["prompt_too_long", "engine_busy", "engine_down"]
 
 
-class BackendRefused(Exception):
+class BackendRefused(ReportedError):
     """A request the backend will not start (or, for ``engine_down``, cannot go on with).
 
     `retry_after_s`: seconds after which the caller may try again, where that makes sense.

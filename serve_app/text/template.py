@@ -11,9 +11,13 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from placement.errors import ReportedError
 
-class TemplateError(ValueError):
+
+class TemplateError(ReportedError, ValueError):
     """A conversation the template refuses, or a template that cannot be read. ``str()`` is the reason."""
+
+    code = "bad_template"
 
 
 class ChatTemplate:

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from placement.errors import ReportedError
 from serve_app.text import byte_level
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -20,8 +21,10 @@ _SPACE = "\u2581"
 """SentencePiece writes a space as this character."""
 
 
-class TokenizerError(ValueError):
+class TokenizerError(ReportedError, ValueError):
     """A tokenizer that cannot be used: names the file or field, what it holds, and what is supported."""
+
+    code = "bad_tokenizer"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
     return min(fitting, key=lambda dp_rank: (dp_rank.cost(sequence), len(dp_rank.running), dp_rank.index), default=None)
 
 
+def dp_ranks_of(config: EngineConfig) -> list[DPRank]:
+    """The DP ranks of an engine, with no sequence in any."""
+    return [DPRank(index, config) for index in range(config.dp_size)]
+
+
 class DPRank:
     """Fills its part of a step, and gives and takes blocks. The scheduler decides who comes in."""
 

@@ -122,6 +122,11 @@ class EngineConfig(BaseModel):
     """Where given, prompts with other token ids are refused before they reach a rank."""
 
     @property
+    def moves_kv(self) -> bool:
+        """Whether KV blocks come from somewhere else, or go there: a pool's, or the tiers'."""
+        return self.pool is not None or self.tiers is not None
+
+    @property
     def depth(self) -> int:
         """Plans in flight at most."""
         return self.plans_in_flight or self.stages + 1

@@ -1,45 +1,147 @@
 """Prefill/decode disaggregation and KV offloading in the engine: prompts on their way in, prompts on their way out, blocks
 that are fetched.
 
-Three books, each with its own states; together they say what the next plan tells the ranks, and what there is to count.
+Three books, each with its own states. The scheduler asks them through `SchedulerKVConnector`; the loop passes on what ranks and
+the other pool report, and gives the scheduler what came of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import HandoffStats
-from actors.engine.disaggregation.decode_transfers import DecodeTransfers
+from actors.engine.disaggregation.connector import TransferChanges
+from actors.engine.disaggregation.decode_transfers import DecodeTransfer, DecodeTransfers
 from actors.engine.disaggregation.offload_manager import KVOffloadManager
 from actors.engine.disaggregation.prefill_transfers import PrefillTransfers
+from actors.engine.sequences.sequence import Sequence, State
+from actors.wire.kv import KVReport
+from actors.wire.requests import TokenEvent
+
+_WRITES_NO_MORE = ("handoff", "abort", "deadline")
+"""Last events of a prefill engine that come when its ranks have stopped writing; of an ``error`` nobody knows."""
 
 
 class Handoffs:
-    """The books. The scheduler writes in each of them directly."""
+    """The `SchedulerKVConnector` of an engine with a pool or tiers. Not thread-safe: the engine's thread calls it."""
 
     def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
         self.decode_transfers = DecodeTransfers(config, dp_ranks)
         self.prefill_transfers = PrefillTransfers(config, dp_ranks)
         self.offload = KVOffloadManager(config, dp_ranks)
+        self._dp_ranks, self._in_pool = dp_ranks, config.disaggregation is not None
 
     def __bool__(self) -> bool:
         """Whether anything is under way: something may have to be done though nothing is in flight."""
         return bool(self.decode_transfers) or bool(self.prefill_transfers) or bool(self.offload)
 
-    @property
-    def has_updates(self) -> bool:
-        """Whether ranks must hear of something though no sequence runs. What is to be sent comes with one that starts."""
-        decode, prefill = self.decode_transfers, self.prefill_transfers
-        return bool(decode.expects or decode.forgets or prefill.forgets) or self.offload.has_updates
+    def load(self, sequence: Sequence, now: float) -> bool:
+        """Have the tiers, or else the prefill side, fill the blocks of an admitted sequence; whether either does."""
+        promised = self.offload.num_matched_blocks(sequence)
+        if promised:
+            self.offload.fetch(sequence, promised, now)
+        return bool(promised) or self._start_handoff(sequence, now)
 
-    def drain_updates(self) -> dict[str, object]:
-        """What the next plan says of them, once."""
+    def _start_handoff(self, sequence: Sequence, now: float) -> bool:
+        """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
+        is_worth, sequence.reserves = self.decode_transfers.is_worth(sequence), False
+        if is_worth:
+            self.decode_transfers.reserve(sequence, now)
+        return is_worth
+
+    def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
+        """The sequences of a DP rank whose blocks the tiers or the prefill side have filled. Of those that the tiers have
+        filled in part, the prefill side may compute the rest first."""
+        fetched = self.offload.ready(dp_rank)
+        for sequence in fetched:
+            self.save(sequence, self._dp_ranks[dp_rank].register(sequence))
+        found = [sequence for sequence in fetched if not self._start_handoff(sequence, now)]
+        received = self.decode_transfers.ready(dp_rank)
+        for sequence in received:
+            sequence.num_planned = sequence.num_computed = sequence.prompt_length
+            self.save(sequence, self._dp_ranks[dp_rank].register(sequence))
+        return found + received
+
+    def started(self, sequence: Sequence, now: float) -> None:
+        """Have the ranks send what they compute of a sequence that came with a ticket."""
+        if sequence.request.ticket is not None:
+            self.prefill_transfers.begin(sequence, sequence.request.ticket, now)
+
+    def save(self, sequence: Sequence, places: range) -> None:
+        """Have the ranks put these blocks into the tiers."""
+        self.offload.save(sequence, places)
+
+    def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
+        """A sequence ends. The last event of one whose blocks are being sent waits until no rank writes any more."""
+        if sequence.state is State.RESERVED and not self.offload.abandon(sequence):
+            self.decode_transfers.abandon(self.decode_transfers.of(sequence))
+        if sequence.request.ticket is None or sequence.state is not State.RUNNING:
+            return [last]
+        if last.finish == "handoff":
+            return [last.model_copy(update={"finish": None}), *_some(self.prefill_transfers.computed(last.request_id))]
+        writes_no_more = last.finish in _WRITES_NO_MORE
+        return self.stop(last if writes_no_more else last.model_copy(update={"finish": "abort"}))
+
+    def stop(self, last: TokenEvent) -> list[TokenEvent]:
+        """Send no more of a prompt, and end it with `last` once no rank writes. Harmless where nothing of it is sent."""
+        return _some(self.prefill_transfers.stop(last.request_id, last))
+
+    def plan_fields(self) -> dict[str, object]:
+        """What the next plan tells the ranks of transfers."""
         decode, prefill, offload = self.decode_transfers, self.prefill_transfers, self.offload
         updates = {"expects": decode.expects, "sends": prefill.sends, "forgets": decode.forgets + prefill.forgets}
         updates |= {"saves": offload.saves, "fetches": offload.fetches}
         decode.expects, decode.forgets, prefill.sends, prefill.forgets = [], [], [], []
         offload.saves, offload.fetches = [], []
-        return updates
+        return {name: orders for name, orders in updates.items() if orders}
+
+    def poll(self, tickets: Iterable[str], now: float) -> TransferChanges:
+        """Give up what is late, and tell those who wait for `tickets`, the prompts here that are not computed, that they live.
+
+        To be called between two steps, or while none is in flight.
+        """
+        late = self.decode_transfers.expired(now)
+        for transfer in late:
+            self._fall_back(transfer)
+        failed = [transfer.sequence for transfer in late] + self.offload.expired(now)
+        return TransferChanges(events=self.prefill_transfers.heartbeats(tickets, now) if self._in_pool else (), failed=failed)
+
+    def on_report(self, report: KVReport, now: float) -> TransferChanges:
+        """A rank reports how far its transfers are."""
+        self.offload.on_report(report)
+        last, dropped = self.prefill_transfers.on_report(report, now)
+        return TransferChanges(events=self.decode_transfers.on_report(report, now) + last, dropped=dropped)
+
+    def on_remote_event(self, event: TokenEvent, now: float) -> TransferChanges:
+        """The prefill side (or whoever was to ask it) has an event of a ticket: that it has it, its first token, its end.
+
+        Where it failed, this engine computes the prompt itself. An event of a ticket that is done changes nothing.
+        """
+        transfer = self.decode_transfers.get(event.request_id)
+        if transfer is None:
+            return TransferChanges()
+        self.decode_transfers.on_heartbeat(transfer, event.finish == "handoff", now)
+        changes = TransferChanges()
+        if transfer.is_live and event.finish not in (None, "handoff"):
+            self._fall_back(transfer)
+            changes = TransferChanges(failed=[transfer.sequence])
+        elif transfer.is_live and event.tokens and not transfer.is_committed:
+            transfer.is_committed = True
+            changes = TransferChanges(first_tokens=[(transfer.sequence, event)])
+        if event.finish in _WRITES_NO_MORE or event.refused is not None:
+            self.decode_transfers.close(transfer)
+        return changes
+
+    def on_result(self, now: float) -> None:
+        """The result of a step is here: all ranks live."""
+        self.prefill_transfers.ran(now)
+
+    def _fall_back(self, transfer: DecodeTransfer) -> None:
+        """Nobody will fill these blocks."""
+        self.decode_transfers.abandon(transfer)
+        self.decode_transfers.counts.fallen_back += 1
 
     def stats(self) -> HandoffStats:
         """Numbers of both sides of hand-offs."""
@@ -61,3 +163,7 @@ class Handoffs:
             exposed_s=prefill.exposed_s,
             overlap=prefill.overlap,
         )
+
+
+def _some(event: TokenEvent | None) -> list[TokenEvent]:
+    return [] if event is None else [event]

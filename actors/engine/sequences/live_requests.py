@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.sequence import Sequence
+from actors.wire.requests import FinishReason
 
 
 class LiveRequests:
@@ -18,6 +19,7 @@ class LiveRequests:
         self._live: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         """(deadline, order, request id): ids only, because an entry outlives its request."""
+        self._need_no_step: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._live)
@@ -36,18 +38,23 @@ class LiveRequests:
         self._tenants.join(sequence.request.tenant)
         if sequence.deadline_s < math.inf:
             heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.order, sequence.request.request_id))
+        if sequence.is_empty_work:
+            self._need_no_step.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended."""
         del self._live[sequence.request.request_id]
         self._tenants.leave(sequence.request.tenant)
 
-    def late(self, now: float) -> list[Sequence]:
-        """Those whose deadline has passed, each once."""
-        found = []
+    def due(self, now: float) -> list[tuple[Sequence, FinishReason]]:
+        """Those that end without another step, each once, and why: nothing is to be computed, or the deadline has passed."""
+        found: dict[Sequence, FinishReason] = {
+            sequence: "length" for sequence in self._need_no_step if self._live.get(sequence.request.request_id) is sequence
+        }
+        self._need_no_step.clear()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
             sequence = self._live.get(request_id)
             if sequence is not None and sequence.order == order:  # not a later request of the same id
-                found.append(sequence)
-        return found
+                found.setdefault(sequence, "deadline")
+        return list(found.items())

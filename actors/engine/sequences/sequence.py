@@ -82,8 +82,12 @@ class Sequence:
         order: int,
         rope: RopeSpec = _PLAIN_ROPE,
         capacity: int = 1 << 62,
+        expected_tokens: int = 0,
     ) -> Sequence:
-        """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread."""
+        """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread.
+
+        `expected_tokens`: tokens of output for which a prompt that a prefill pool computes gets blocks at once.
+        """
         prompt_length = len(request.prompt)
         rope_length = rope.deciding_length(prompt_length, min(prompt_length + request.max_tokens, capacity))
         if request.ticket is not None:  # the keys are for an engine whose capacity may be another
@@ -93,7 +97,17 @@ class Sequence:
         gathered: list[TokenLogprob | None] = (
             [None] * len(request.prompt) if request.sampling.prompt_logprobs is not None else []
         )
-        return cls(request, arrival_s, order, list(request.prompt), chain, gathered, rope_length=rope_length)
+        return cls(
+            request,
+            arrival_s,
+            order,
+            list(request.prompt),
+            chain,
+            gathered,
+            rope_length=rope_length,
+            reserves=request.reserves,
+            spare_tokens=min(request.max_tokens, expected_tokens) if request.reserves else 0,
+        )
 
     @property
     def prompt_length(self) -> int:
@@ -141,7 +155,9 @@ class Sequence:
         return (not self.overdue, 0 if self.overdue else self.request.priority, self.order)
 
     def finish_after(self, token: int, capacity: int) -> FinishReason | None:
-        """Whether `token`, which is the last of `tokens`, ends the sequence."""
+        """Whether `token`, which is the last of `tokens`, ends the sequence here: one with a ticket goes on elsewhere."""
+        if self.request.ticket is not None:
+            return "handoff"
         sampling = self.request.sampling
         if token in sampling.stop_token_ids and self.num_generated > sampling.min_tokens:
             return "stop"

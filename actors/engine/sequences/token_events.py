@@ -44,6 +44,13 @@ def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
     sequence.prompt_logprobs[scored.first : stop] = scored.entries
 
 
+def adopt(sequence: Sequence, event: TokenEvent) -> None:
+    """Take over from the event with the first token, which another engine made, what that engine found out of the prompt."""
+    if sequence.prompt_logprobs and event.prompt_logprobs is not None:
+        sequence.prompt_logprobs = event.prompt_logprobs
+    sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
+
+
 def unscored_error(sequence: Sequence) -> str:
     """What is wrong with one whose prompt has run and is not scored whole."""
     return f"the ranks left out the logprobs of {sequence.prompt_logprobs[1:].count(None)} prompt tokens"

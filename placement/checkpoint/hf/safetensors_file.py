@@ -39,6 +39,8 @@ UnsignedInt = Annotated[int, Field(ge=0, strict=True)]
 class AbsentWeights(ModelError):
     """No weights are there, or not all of the files that hold them."""
 
+    code = "absent_weights"
+
 
 class _Stored(BaseModel):
     """One entry of a header."""

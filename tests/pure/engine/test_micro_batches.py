@@ -43,7 +43,7 @@ class Ahead:
         return [] if plan is None else [(row.sequence_id, row.count) for row in plan.rows]
 
     def back(self) -> list[TokenEvent]:
-        return self.scheduler.update(self.results.pop(0), 0.0)
+        return self.scheduler.update(self.results.pop(0))
 
 
 @pytest.mark.parametrize(

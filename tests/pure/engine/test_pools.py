@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from actors.engine.admission import InvalidRequest, check_request
+from actors.engine.batching.dp_rank import dp_ranks_of
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, OffloadConfig
 from actors.engine.disaggregation.decode_transfers import DecodeTransferState
+from actors.engine.disaggregation.handoffs import HandOffs
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_offload.block_part import KVFormat
@@ -41,7 +43,9 @@ class Side:
 
     def __init__(self, settings: EngineConfig | None = None) -> None:
         self.config = settings or config()
-        self.scheduler = Scheduler(self.config)
+        dp_size = dp_ranks_of(self.config)
+        self.handoffs = HandOffs(self.config, dp_size)
+        self.scheduler = Scheduler(self.config, dp_size, self.handoffs)
         self.events: list[TokenEvent] = []
         self.heartbeats: list[str] = []
         """Tickets of which it said that it has them, since somebody cleared this."""
@@ -50,14 +54,20 @@ class Side:
 
     def add(self, item: GenerateRequest) -> None:
         check_request(item, self.config)
-        self.scheduler.add(Sequence.of(item, self.config.block_size, self.now, next(self._order)))
+        expected = self.config.pool.expected_tokens if self.config.pool is not None else 0
+        size, order = self.config.block_size, next(self._order)
+        self.scheduler.add(Sequence.of(item, size, self.now, order, expected_tokens=expected))
 
     def plan(self) -> StepPlan | None:
-        reaped = self.scheduler.reap(self.now)
+        message = self.reap()
         self.heartbeats += [event.request_id for event in reaped if event.is_empty]
         self.events += [event for event in reaped if not event.is_empty]
         plan = self.scheduler.schedule(self.now)
         return None if plan is None else StepPlan.unpack(plan.pack())
+
+    def reap(self) -> list[TokenEvent]:
+        changes = self.handoffs.poll(self.scheduler.live.tickets(), self.now)
+        return self.scheduler.apply(changes) + self.scheduler.reap(self.now)
 
     def step(self, token: int = 7) -> StepPlan:
         """Plan a step, and have the ranks run it."""
@@ -65,18 +75,23 @@ class Side:
         assert plan is not None
         logprob = TokenLogprob(token=token, logprob=-1.0)
         sampled = [Sampled(sequence_id=row.sequence_id, token=token, logprob=logprob) for row in plan.rows if row.sample]
-        self.events += self.scheduler.update(StepResult(step=plan.step, sampled=sampled), self.now)
+        self.update(StepResult(step=plan.step, sampled=sampled))
         return plan
 
+    def update(self, result: StepResult) -> None:
+        self.handoffs.on_result(self.now)
+        self.events += self.scheduler.update(result)
+
     def report(self, rank: int, **what: Any) -> None:
-        self.events += self.scheduler.on_kv_report(KVReport(world_rank=rank, **what), self.now)
+        self.events += self.scheduler.apply(self.handoffs.on_report(KVReport(world_rank=rank, **what), self.now))
 
     def take(self, **what: Any) -> None:
-        self.events += self.scheduler.on_ticket_event(TokenEvent(request_id="a~0", **what), self.now)
+        event = TokenEvent(request_id="a~0", **what)
+        self.events += self.scheduler.apply(self.handoffs.on_remote_event(event, self.now))
 
     def cancel(self, request_id: str = "a") -> None:
-        event = self.scheduler.cancel(request_id)
-        self.events += [] if event is None else [event]
+        stopped = TokenEvent(request_id=request_id, finish="abort")
+        self.events += self.scheduler.cancel(request_id) or self.handoffs.stop(stopped)
 
     @property
     def held(self) -> int:
@@ -137,7 +152,7 @@ def test_it_runs_when_all_has_arrived_and_the_first_token_is_there(order: tuple[
         side.step()
     assert [event.tokens for event in side.events] == [[5], [7], [7], [7]]
     assert side.events[-1].finish == "length"
-    assert (side.held, side.scheduler.num_live, bool(side.scheduler.handoffs)) == (0, 0, False)
+    assert (side.held, side.scheduler.num_live, bool(side.handoffs)) == (0, 0, False)
 
 
 def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
@@ -149,7 +164,7 @@ def test_a_request_that_goes_before_its_ticket_is_out_leaves_nothing() -> None:
     plan = side.step()
     assert plan.forgets == ["a~0"]
     side.report(0, opened={"a~0": KVReader(world_rank=0, agent_metadata=b"late")}, arrived=["a~0"])
-    assert (len(side.events), bool(side.scheduler.handoffs)) == (1, False)
+    assert (len(side.events), bool(side.handoffs)) == (1, False)
 
 
 @pytest.mark.parametrize("how", ["handoff", "abort", "deadline", "refused", "arrived", "lease"])
@@ -158,7 +173,7 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
     side.opened()
     side.cancel()
     assert side.events[-1].finish == "abort"
-    assert (side.held, side.scheduler.handoffs.stats().draining) == (4, 1)
+    assert (side.held, side.handoffs.stats().draining) == (4, 1)
     if how == "refused":
         side.take(finish="error", refused="engine_busy")
     elif how == "arrived":
@@ -170,11 +185,11 @@ def test_blocks_with_a_ticket_out_go_back_when_nobody_can_write_them(how: str) -
         side.now = LEASE_S + GRACE_S - 0.1
         assert (side.plan(), side.held) == (None, 4)
         side.now += 0.2
-        side.events += side.scheduler.reap(side.now)
-        assert side.scheduler.handoffs.stats().outlived == 1
+        side.events += side.reap()
+        assert side.handoffs.stats().outlived == 1
     else:
         side.take(finish=how)
-    assert (side.held, bool(side.scheduler.handoffs)) == (0, False)
+    assert (side.held, bool(side.handoffs)) == (0, False)
     plan = side.plan()
     assert (plan.forgets if plan else []) == ([] if how == "arrived" else ["a~0"])
     assert len(side.events) == 1
@@ -210,8 +225,8 @@ def test_silence_after_a_heartbeat_costs_less_than_the_lease(last: str) -> None:
         side.report(rank, arrived=["a~0"])
     plan = side.plan()
     assert bool(plan and plan.started) == (last != "handoff"), "a ticket that is all sent needs no heartbeat"
-    assert side.scheduler.handoffs.stats().fallen_back == (last in ("heartbeat", "token"))
-    assert side.scheduler.handoffs.stats().draining == (last in ("heartbeat", "token")), "somebody may still write"
+    assert side.handoffs.stats().fallen_back == (last in ("heartbeat", "token"))
+    assert side.handoffs.stats().draining == (last in ("heartbeat", "token")), "somebody may still write"
 
 
 def patient() -> EngineConfig:
@@ -264,7 +279,7 @@ def test_a_prompt_that_does_not_come_is_computed_here(how: str, token_came: bool
     assert [start.tokens for start in plan.started] == [tokens]
     assert held_before == (4 if how in ("late", "lost") else 0)  # the old ones, where somebody may write to them
     assert side.held == held_before + 3
-    stats = side.scheduler.handoffs.stats()
+    stats = side.handoffs.stats()
     assert (stats.fallen_back, stats.received, stats.reserved) == (1, 0, 0)
 
 
@@ -327,7 +342,7 @@ def test_tiers_that_do_not_answer_cost_their_deadline_and_no_more_blocks() -> No
     assert (plan.fetches, [(row.start, row.count) for row in plan.rows]) == ([], [(0, 8)])
     assert not {block for row in plan.rows for block in row.new_blocks} & set(fetch.blocks), "a rank may still fill them"
     side.step()
-    assert (side.events[-1].finish, side.held, side.scheduler.offload.counts.late) == ("length", 3, 1)
+    assert (side.events[-1].finish, side.held, side.handoffs.offload.counts.late) == ("length", 3, 1)
     side.add(request(request_id="b", prompt=[*range(20, 29)], max_tokens=1))
     assert side.step().fetches == [], "nobody asks tiers that are stuck"
     side.step()
@@ -343,7 +358,7 @@ def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
     side.add(request(max_tokens=1))
     [fetch] = side.step().fetches
     side.now = 5.0
-    side.scheduler.reap(side.now)
+    side.reap()
     for rank in range(2):
         side.report(rank, fetched={fetch.ticket_id: 2})
     assert (side.held, side.step().fetches) == (0, [])
@@ -370,7 +385,7 @@ def run_alone(side: Side, prompt: range) -> None:
 def test_states_only_move_forward() -> None:
     side = Side()
     side.opened()
-    [made] = side.scheduler.decode_transfers
+    [made] = side.handoffs.decode_transfers
     with pytest.raises(AssertionError, match="cannot go from OPEN to ASKED"):
         made.advance(DecodeTransferState.ASKED)
 
@@ -387,9 +402,9 @@ def test_blocks_are_held_until_every_rank_has_sent_and_stay_cached() -> None:
     assert side.held == 3
     side.report(0, sent=[KVSent(ticket_id="a", num_bytes=50)])
     assert [event.finish for event in side.events] == [None, "handoff"]
-    stats = side.scheduler.handoffs.stats()
+    stats = side.handoffs.stats()
     assert (stats.sent, stats.sent_bytes, stats.overlap) == (1, 150, 0.75)
-    assert (side.held, side.scheduler.dp_ranks[0].pool.num_cached, bool(side.scheduler.handoffs)) == (0, 2, False)
+    assert (side.held, side.scheduler.dp_ranks[0].pool.num_cached, bool(side.handoffs)) == (0, 2, False)
 
 
 def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> None:
@@ -401,7 +416,7 @@ def test_the_last_event_comes_after_the_first_token_however_fast_ranks_are() -> 
         side.report(rank, sent=[KVSent(ticket_id="a")])
     assert side.events == []
     result = StepResult(step=plan.step, sampled=[Sampled(sequence_id=plan.rows[0].sequence_id, token=7)])
-    side.events += side.scheduler.update(result, side.now)
+    side.update(result)
     assert [(event.tokens, event.finish) for event in side.events] == [([7], None), ([], "handoff")]
     assert side.held == 0
 
@@ -431,7 +446,7 @@ def test_a_handoff_that_stops_ends_when_no_rank_writes(when: str, how: str) -> N
     for rank in waiting:
         side.report(rank, sent=[KVSent(ticket_id="a", error="it was given up")])
     assert side.events[-1].finish == ("deadline" if how == "deadline" else "abort")
-    assert (side.held, bool(side.scheduler.handoffs)) == (0, False)
+    assert (side.held, bool(side.handoffs)) == (0, False)
 
 
 def test_a_request_in_the_queue_ends_at_once() -> None:
@@ -439,7 +454,7 @@ def test_a_request_in_the_queue_ends_at_once() -> None:
     side.add(request(ticket=ticket()))
     side.cancel()
     assert [event.finish for event in side.events] == ["abort"]
-    assert not side.scheduler.handoffs
+    assert not side.handoffs
 
 
 def test_a_prompt_that_is_being_sent_is_not_preempted() -> None:

@@ -66,14 +66,13 @@ class Bench:
             self.in_flight.append(self.rank.run(StepPlan.unpack(plan.pack())))
         assert all(len(dp_rank.running) <= self.config.max_sequences for dp_rank in self.scheduler.dp_ranks)
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
-            self.note(self.scheduler.update(self.in_flight.popleft(), self.now))
+            self.note(self.scheduler.update(self.in_flight.popleft()))
         for dp_rank in self.scheduler.dp_ranks:
             dp_rank.pool.check()
         return plan
 
     def cancel(self, request_id: str) -> None:
-        event = self.scheduler.cancel(request_id)
-        self.note([] if event is None else [event])
+        self.note(self.scheduler.cancel(request_id))
 
     def note(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -260,7 +259,7 @@ def test_ranks_that_leave_out_a_logprob_end_that_request_only() -> None:
     bench.add(request("a", [1, 2, 3], sampling=SamplingParams(prompt_logprobs=0)), request("b", [4, 5]))
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
-    bench.note(bench.scheduler.update(bench.rank.run(plan).model_copy(update={"prompt_logprobs": []}), 0.0))
+    bench.note(bench.scheduler.update(bench.rank.run(plan).model_copy(update={"prompt_logprobs": []})))
     assert bench.events["a"][0].finish == "error"
     assert bench.events["a"][0].error == "the ranks left out the logprobs of 2 prompt tokens"
     bench.drain()
@@ -273,9 +272,9 @@ def test_a_result_that_answers_no_plan_is_noticed() -> None:
     plan = bench.scheduler.schedule(0.0)
     assert plan is not None
     with pytest.raises(ResultMismatch, match=r"result of step 7, steps in flight: \[0\]"):
-        bench.scheduler.update(StepResult(step=7), 0.0)
+        bench.scheduler.update(StepResult(step=7))
     with pytest.raises(ResultMismatch, match="samples True"):
-        bench.scheduler.update(StepResult(step=0), 0.0)
+        bench.scheduler.update(StepResult(step=0))
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
@@ -458,7 +457,7 @@ def test_a_row_without_a_possible_token_ends_that_request_only() -> None:
     assert plan is not None
     result = bench.rank.run(plan)
     spoiled = [item.model_copy(update={"error": "NaN logits"}) if at == 0 else item for at, item in enumerate(result.sampled)]
-    events = bench.scheduler.update(result.model_copy(update={"sampled": spoiled}), 1.0)
+    events = bench.scheduler.update(result.model_copy(update={"sampled": spoiled}))
     assert [(event.request_id, event.tokens == [], event.finish, event.error) for event in events] == [
         ("bad", True, "error", "NaN logits"),
         ("good", False, None, None),

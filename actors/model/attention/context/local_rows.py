@@ -67,7 +67,8 @@ class RowGroups:
     row       its fresh keys                  the cached ones, if there are any
     decode    whole: in own pages             whole: in own pages
     chunk     chunks: at hand                 whole: in own pages
-    split     split: they are exchanged              passing_keys: they are exchanged | passing_queries: the queries are exchanged
+    split     split: they are exchanged              passing_keys: they are exchanged | passing_queries: the queries are
+    exchanged
     """
 
     chunks: list[LocalRow] = field(default_factory=list)
@@ -78,7 +79,8 @@ class RowGroups:
 
     @classmethod
     def of(cls, rows: Sequence[LocalRow], passes_keys: Callable[[int, int], bool]) -> RowGroups:
-        """`passes_keys` (new tokens, cached tokens): whether the cached keys of a split row are exchanged, and not its queries."""
+        """`passes_keys` (new tokens, cached tokens): whether the cached keys of a split row are exchanged, and not its
+        queries."""
         groups = cls()
         for row in rows:
             if row.is_split:

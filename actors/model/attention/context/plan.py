@@ -43,7 +43,8 @@ class ContextPlan:
 
     Tokens with shared keys are numbered anew, end to end in the order of `RowGroups.shared`::
 
-        [ rows run whole: num_whole | split rows whose keys are exchanged | split rows whose queries are exchanged: num_queries ]
+        [ rows run whole: num_whole | split rows whose keys are exchanged | split rows whose queries are exchanged: num_queries
+        ]
     """
 
     def __init__(self, batch: Batch, cache: KVCache, config: ContextConfig) -> None:
