@@ -131,7 +131,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
         device="cpu",
         dtype="float32",
         block_size=BLOCK,
-        threads=1,
+        threads_per_rank=1,
         in_pool=True,
         handoff_ranges=ranges,
     )

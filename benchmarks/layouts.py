@@ -26,7 +26,8 @@ from cluster.embedded.local import connect
 from cluster.replica.replica import Replica
 from placement.layout.layout import Layout
 from placement.nodes.hardware import cpu_has_bfloat16
-from serve_app.deployment.settings import ServeArgs, replica_settings
+from serve_app.deployment.replica_settings import replica_settings
+from serve_app.deployment.settings import ServeArgs
 
 LAYOUTS = ("tp=1", "tp=2", "pp=2")
 BATCHES = (1, 8, 32)

@@ -177,7 +177,7 @@ def skew_layout(ranks: int) -> Layout:
 def balance(pipes: Sequence[Connection], ranks: int) -> tuple[Table, float]:
     """Before and after the move that the balancer decides on; and the part of the bound that is reached."""
     spec, layout = model(SKEW_LAYERS, top_k=2, router_bias=True, normalise=False), skew_layout(ranks)
-    config = Balancing.of(spec, layout, 4, interval=20, skew=None)
+    config = Balancing.of(spec, layout, 4, rebalance_every=20, rebalance_skew=None)
     assert config is not None
     balancer = ExpertBalancer(config.model_copy(update={"ask_every": 10}))
     table = Table("steps", "balancedness", "of the bound", "wait for the slowest", "experts moved", "ms a step")

@@ -27,7 +27,8 @@ from cluster.replica.replica import Replica
 from placement.cost import memory
 from placement.layout.layout import Layout
 from placement.ownership.context import BLOCK_TOKENS
-from serve_app.deployment.settings import ServeArgs, replica_settings
+from serve_app.deployment.replica_settings import replica_settings
+from serve_app.deployment.settings import ServeArgs
 
 SYSTEM, USER, ANSWER = 96, 64, 8
 """Tokens: what every conversation begins with (each with its own), what a turn adds, and what is answered."""

@@ -38,7 +38,7 @@ from serve_app.deployment.deployment_names import ENGINE, INGRESS
 from serve_app.deployment.pools import Service, service
 from serve_app.deployment.preflight import check_files
 from serve_app.deployment.served_model import ServedModel
-from serve_app.deployment.settings import ServeArgs, parse_args, read_api_keys, served_name
+from serve_app.deployment.settings import ServeArgs, parse_args, read_api_keys
 from serve_app.openai.api import ApiSettings, create_api
 from serve_app.routing.handle_backend import HandleBackend
 from serve_app.routing.pooled_backend import PooledBackend
@@ -110,7 +110,7 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
     """The model as the endpoint sees it: name, limits, tokenizer and template."""
     files = resolve(args.model)
     return ServedModel.open(
-        name=served_name(args, files),
+        name=args.served_name or files.name,
         path=files.path,
         spec=settings.spec,
         max_model_len=settings.max_model_len,
@@ -138,7 +138,7 @@ def application(args: ServeArgs) -> Application:
         serve.ingress()(Ingress),
         name=INGRESS,
         max_ongoing_requests=_ONGOING,
-        ray_actor_options=_entrance(args, known),
+        ray_actor_options=_ingress_options(args, known),
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=5,
         max_constructor_retry_count=1,
@@ -197,11 +197,11 @@ def _most_a_node(settings: ReplicaSettings) -> int | None:
     return max(Counter(assignment.nodes[0] for assignment in assignments).values()) if assignments else None
 
 
-def _entrance(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
-    """Where the HTTP process lives."""
+def _ingress_options(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
+    """Actor options that say on which node the HTTP process runs. `known`: None before the cluster is."""
     if known is None:
         return {"num_cpus": 0}
-    return _on_head() if args.entrance == "head" else _on(_with_slots(known))
+    return _on_head() if args.ingress_node == "head" else _on(_with_slots(known))
 
 
 def _on_head() -> dict[str, Any]:

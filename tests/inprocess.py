@@ -98,7 +98,7 @@ def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.flo
         device="cpu",
         dtype=name,
         block_size=block_size,
-        threads=1,
+        threads_per_rank=1,
     )
 
 

@@ -113,7 +113,7 @@ def check_our_rules(manifest: dict[str, Any]) -> None:
     kept = {group["groupName"]: group["labels"].get(POOL_LABEL) for group in workers}
     assert kept == ({"ranks": None} if len(workers) == 1 else {pool: pool for pool in POOLS if pool in args})
     assert set(POOL_OF.values()) == set(POOLS)
-    assert args["entrance"] == "anywhere"
+    assert args["ingress_node"] == "anywhere"
     assert "api_keys" not in args, "keys are a secret"
 
 

@@ -105,8 +105,8 @@ class StepLoop:
 
     def _check_room(self, tokens: int) -> None:
         requests, queued = self._waiting()
-        if requests >= self.config.max_waiting_requests:
-            raise EngineBusy("requests", requests, self.config.max_waiting_requests)
+        if requests >= self.config.max_waiting:
+            raise EngineBusy("requests", requests, self.config.max_waiting)
         if requests and queued + tokens > self.config.max_waiting_tokens:
             raise EngineBusy("prompt tokens", queued, self.config.max_waiting_tokens)
 

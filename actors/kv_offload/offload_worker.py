@@ -41,8 +41,8 @@ class KVOffloadWorker:
         self._rank, self._dp_rank, self._device = config.world_rank, dp_rank, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
         self._kv_format = KVFormat.of(config.spec, settings.model_digest, config.dtype, config.block_size)
-        shared = None if settings.directory is None else DirectoryTier(settings.directory, settings.directory_bytes)
-        self.tiers = Tiers(self._kv_format, HostTier(settings.host_bytes), shared)
+        shared = None if settings.disk_cache is None else DirectoryTier(settings.disk_cache, settings.disk_cache_bytes)
+        self.tiers = Tiers(self._kv_format, HostTier(settings.host_cache), shared)
         first_head = self._held.kv_heads.start
         self._blocks = RankBlocks(self.tiers, config.spec, side, config.world_rank, cache.parts[0], first_head)
         self._asked: queue.SimpleQueue[KVFetch | None] = queue.SimpleQueue()

@@ -60,7 +60,9 @@ class Rank:
 
     def connect(self, rendezvous: Rendezvous) -> None:
         """Join this rank's groups. Raises `GroupError` when a peer does not come in time."""
-        self._threads = self._config.threads or _share_of_cores(self._config.layout, rendezvous, self._config.world_rank)
+        self._threads = self._config.threads_per_rank or _share_of_cores(
+            self._config.layout, rendezvous, self._config.world_rank
+        )
         self._status = RankStatus(state="connecting")
         config = self._config
         self._groups = connect(config.spec, config.layout, config.world_rank, config.device, rendezvous)

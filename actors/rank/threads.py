@@ -127,7 +127,7 @@ def _run_rank(
     link_end: Callable[[int], PlanLink],
     attach: Callable[[Parts], Parts],
 ) -> None:
-    torch.set_num_threads(config.threads or 1)
+    torch.set_num_threads(config.threads_per_rank or 1)
     link = link_end(config.world_rank)
     try:
         parts = attach(put_together(config, groups, load_decoder(config, groups), num_blocks))

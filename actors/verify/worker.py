@@ -45,7 +45,7 @@ def work(pipe: Connection) -> None:
 
 def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
     config, link = start.config, _PipeLink(pipe)
-    torch.set_num_threads(config.threads or 1)
+    torch.set_num_threads(config.threads_per_rank or 1)
     try:
         groups = connect(config.spec, config.layout, config.world_rank, config.device, start.rendezvous)
     except Exception as error:

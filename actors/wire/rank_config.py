@@ -14,7 +14,8 @@ Device = Literal["cpu", "cuda"]
 
 
 class RankConfig(BaseModel):
-    """One rank of one replica."""
+    """One rank of one replica. `handoff_ranges` and `handoff_range_bytes` are tuned values, no options of ``serve``: tests and
+    benchmarks vary them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,8 +34,8 @@ class RankConfig(BaseModel):
     """A range with less than this of a prompt goes with the next one: every write has a price on the rank."""
     tiers: TierConfig | None = None
     """What stands behind its pages; None: nothing."""
-    threads: int | None = None
-    """CPU threads of the maths in this rank; None shares the node's cores evenly."""
+    threads_per_rank: int | None = None
+    """CPU threads of this rank; None shares the node's cores evenly."""
 
 
 class Rendezvous(BaseModel):

@@ -7,25 +7,32 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-ByteCount = Annotated[int, Field(ge=0)]
+from placement.cost.units import ByteCount
 
 
-class TierConfig(BaseModel):
-    """Host memory of `host_bytes` for each rank (0: none), and a directory of `directory_bytes` for all that use it together
-    (None: none).
+class TierOptions(BaseModel):
+    """What a user may set of the tiers. Each option has its type, default and help text here, and nowhere else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="KV offload")
+
+    host_cache: Annotated[ByteCount, Field(ge=0)] = 0
+    """Host memory of each rank for KV blocks that its device gives up, for example 4GiB; 0: none."""
+    disk_cache: Path | None = None
+    """Directory for KV blocks that outlives the server; several servers may share it."""
+    disk_cache_bytes: Annotated[ByteCount, Field(ge=1)] = 16 << 30
+    """Bytes that all who use that directory may fill together."""
+
+
+class TierConfig(TierOptions):
+    """The tiers of one model's replica: host memory, a directory, or both.
 
     `model_digest`: see `placement.model.digest`; blocks of other models are never found.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     model_digest: str
-    host_bytes: ByteCount = 0
-    directory: Path | None = None
-    directory_bytes: ByteCount = 16 << 30
 
     @model_validator(mode="after")
     def _there_is_one(self) -> Self:
-        if not self.host_bytes and self.directory is None:
-            raise ValueError("host_bytes=0 and no directory: there is no tier")
+        if not self.host_cache and self.disk_cache is None:
+            raise ValueError("host_cache=0 and no disk_cache: there is no tier")
         return self

@@ -41,7 +41,7 @@ def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]
     require_image(cloud.image)
     for group in deployment.groups:
         require_accelerator(group.fleet.machine.accelerator, group.fleet.machine.kind)
-    deployment = deployment.model_copy(update={"api_keys_file": KEYS_FILE})
+    deployment = deployment.model_copy(update={"settings": {"api_keys_file": KEYS_FILE, **deployment.settings}})
     return {
         "service.yaml": [ray_service(deployment, cloud)],
         "state.yaml": _redis(deployment.name, cloud),
@@ -63,7 +63,7 @@ def kustomization(name: str, files: list[str], base: str | None = None) -> Manif
 
 def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
     """The service: Serve's file, the cluster, and how it is replaced."""
-    text = yaml.safe_dump(serve_file(deployment, entrance_on_head=False), sort_keys=False)
+    text = yaml.safe_dump(serve_file(deployment, ingress_on_head=False), sort_keys=False)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",

@@ -56,8 +56,8 @@ class Deployment(BaseModel):
     pools: tuple[ReplicaPool, ...]
     import_path: str
     ingress: str
-    served_name: str | None = None
-    api_keys_file: str | None = None
+    settings: dict[str, Any] = {}
+    """Further arguments of the application, as plain values."""
 
     @property
     def groups(self) -> tuple[MachineGroup, ...]:
@@ -84,30 +84,29 @@ class Deployment(BaseModel):
         return " and ".join(f"{pool.argument}={pool.text}" for pool in self.pools)
 
 
-def serve_file(deployment: Deployment, entrance_on_head: bool) -> dict[str, Any]:
+def serve_file(deployment: Deployment, ingress_on_head: bool) -> dict[str, Any]:
     """The file as plain values.
 
-    `entrance_on_head`: one HTTP process, on the head. Else one on each machine that has slots, so that none of them is special
+    `ingress_on_head`: one HTTP process, on the head. Else one on each machine that has slots, so that none of them is special
     and the service answers while the head is away.
     """
     arguments: dict[str, Any] = {
         "model": deployment.model,
         **{pool.argument: pool.text for pool in deployment.pools},
         "device": deployment.machine.kind,
-        "entrance": "head" if entrance_on_head else "anywhere",
+        "ingress_node": "head" if ingress_on_head else "anywhere",
         "nodes_wait_s": NODES_WAIT_S,
+        **deployment.settings,
     }
-    given = {"served_name": deployment.served_name, "api_keys_file": deployment.api_keys_file}
-    arguments |= {name: value for name, value in given.items() if value is not None}
     ingress: dict[str, Any] = {"name": deployment.ingress, "num_replicas": 1}
-    if not entrance_on_head:
+    if not ingress_on_head:
         ingress = {"name": deployment.ingress, "num_replicas": deployment.machines, "max_replicas_per_node": 1}
     engines = [
         {"name": pool.name, "num_replicas": pool.layout.replicas, "max_replicas_per_node": pool.fleet.replicas_a_group}
         for pool in deployment.pools
     ]
     return {
-        "proxy_location": "HeadOnly" if entrance_on_head else "EveryNode",
+        "proxy_location": "HeadOnly" if ingress_on_head else "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
         "applications": [
             {

@@ -111,7 +111,7 @@ def _make(settings: ReplicaSettings, reserved: ReservedBundles, rank: int, name:
         block_size=BLOCK_TOKENS,
         tiers=tier_config(settings),
         in_pool=settings.in_pool,
-        threads=settings.threads_per_rank,
+        threads_per_rank=settings.threads_per_rank,
     )
     make: Any = ray.remote
     actor: ActorHandle[Any] = (

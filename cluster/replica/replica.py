@@ -18,7 +18,8 @@ from ray.util import get_node_ip_address
 
 from actors.engine.admission import RequestRefused
 from actors.engine.config.balancing import Balancing
-from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
+from actors.engine.config.engine_config import CHUNK_TOKENS, POOL_CHUNK_TOKENS, DisaggregationConfig, EngineConfig
+from actors.engine.config.options import EngineLimits
 from actors.engine.engine import Engine
 from actors.engine.link.token_stream import IngressGone, ReplyTo, TokenReceiver, TokenSender
 from actors.engine.link.zmq_link import ZmqEngineLink
@@ -26,9 +27,9 @@ from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, WorkKind
 from cluster.replica import launch, placement_group
 from cluster.replica.roles import ReplicaRole, RoleReport
-from cluster.replica.settings import DEFAULT_KV_BYTES, ReplicaSettings
+from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import offload_config
-from placement.cost import memory
+from placement.cost import kv_budget, memory
 from placement.layout import mesh
 from placement.model.spec import DTYPE_BYTES
 from placement.ownership.context import BLOCK_TOKENS
@@ -39,8 +40,6 @@ _WATCH_EVERY_S = 0.5
 _REACH_S = 10.0
 """A replica that cannot connect to the ingress in this time cannot answer it."""
 _REACH_EVERY_S = 0.002
-_CHUNK_TOKENS, _POOL_CHUNK_TOKENS = 1024, 512
-"""Of a prompt in one step. In a pool a chunk is sent while the next is computed: the last one is what everybody waits for."""
 _REBUILDS = 3
 """Rebuilds in a row that may fail before the replica gives up and lets Serve replace it."""
 
@@ -249,30 +248,23 @@ def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) 
 
 
 def _num_blocks(settings: ReplicaSettings, ranks: launch.ReplicaRanks) -> int:
-    """KV blocks of every rank: what the rank with the least memory can hold, and no more than the engine could ever fill."""
-    free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
-    budget = settings.kv_bytes or (int(0.9 * min(free)) if free else DEFAULT_KV_BYTES)
+    """KV blocks of every rank. Raises `MemoryBudgetError`."""
     needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
-    useful = settings.max_sequences * needs[0].blocks_of(settings.max_model_len)
-    fits = memory.num_blocks(needs, [rank.weight_bytes + budget for rank in needs], settings.max_model_len)
-    return min(fits, useful)
+    free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
+    return kv_budget.kv_blocks(needs, settings.kv_bytes, free, settings.max_model_len, settings.max_sequences)
 
 
 def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
+    limits = {name: getattr(settings, name) for name in EngineLimits.model_fields}
     return EngineConfig(
+        **limits,
         block_size=BLOCK_TOKENS,
         num_blocks=num_blocks,
         kv_owners=settings.layout.kv_owners,
         dp_size=settings.layout.attn_dp,
-        max_model_len=settings.max_model_len,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_chunk_tokens=_POOL_CHUNK_TOKENS if settings.in_pool else _CHUNK_TOKENS,
-        max_sequences=settings.max_sequences,
+        max_chunk_tokens=POOL_CHUNK_TOKENS if settings.in_pool else CHUNK_TOKENS,
         offload=offload_config(settings),
         stages=settings.layout.pp,
-        plans_in_flight=settings.plans_in_flight,
-        max_waiting_requests=settings.max_waiting,
-        step_timeout_s=settings.step_timeout_s,
         vocab_size=settings.spec.vocab_size,
         rope=settings.spec.rope,
         experts=_balancing(settings),

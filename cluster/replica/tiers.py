@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.engine.config.engine_config import OffloadConfig
 from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.key_layout import own_folder
-from actors.wire.tier_config import TierConfig
+from actors.wire.tier_config import TierConfig, TierOptions
 from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory
 from placement.model.digest import model_digest
@@ -19,15 +19,13 @@ from placement.ownership.context import BLOCK_TOKENS
 def tier_config(settings: ReplicaSettings) -> TierConfig | None:
     """None where none was asked for. Reads a sample of the weights. Raises `FileNotFoundError` where there are none, and
     `DirectoryError` where the replica's machine cannot have the directory: told here, a start ends before there are ranks."""
-    if not settings.host_cache_bytes and settings.disk_cache is None:
+    if not settings.host_cache and settings.disk_cache is None:
         return None
     if settings.disk_cache is not None:
         own_folder(settings.disk_cache)
     return TierConfig(
         model_digest=_digest(settings.spec, settings.model_path),
-        host_bytes=settings.host_cache_bytes,
-        directory=settings.disk_cache,
-        directory_bytes=settings.disk_cache_bytes,
+        **{name: getattr(settings, name) for name in TierOptions.model_fields},
     )
 
 

@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from placement.errors import ReportedError
+from serve_app.commands.options import admits
+from serve_app.commands.render_args import NOT_RENDERED, RenderArgs
 from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, installed
+from serve_app.deployment.settings import ServeArgs
 
 app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,47 +30,11 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 @app.command()
+@admits(ServeArgs)
 def serve(
-    model: Model = DEFAULT_MODEL,
-    layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=2,pp=2 or replicas=2.")] = "",
-    prefill: Annotated[
-        str, typer.Option(help="With --decode, for --layout: a pool for prompts, layout and replicas as in tp=2*2.")
-    ] = "",
-    decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example pp=2*1.")] = "",
-    mixed: Annotated[str, typer.Option(help="A pool for both, by itself or beside --prefill or --decode.")] = "",
-    require_prefill: Annotated[
-        bool, typer.Option("--require-prefill", help="Refuse requests while prompts are not handed off between the pools.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    args: ServeArgs,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
-    kv_bytes: Annotated[str | None, typer.Option(help="KV cache of one rank, for example 2GiB.")] = None,
-    host_cache: Annotated[str, typer.Option(help="Host memory of each rank for KV blocks its device gives up: 4GiB.")] = "0",
-    disk_cache: Annotated[
-        str | None, typer.Option(help="Directory for KV blocks that outlives the server; several may share it.")
-    ] = None,
-    disk_cache_bytes: Annotated[str | None, typer.Option(help="Bytes that directory may take; default 16GiB.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens one step runs at most, on each DP rank.")] = 2048,
-    max_sequences: Annotated[int, typer.Option(help="Sequences running at once at most, on each DP rank.")] = 64,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of one rank; default: an even share of the cores.")] = None,
-    rebalance_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between looks at how evenly experts are loaded; 0: never; default 3000 where ep > 1."),
-    ] = None,
-    rebalance_skew: Annotated[
-        float | None,
-        typer.Option(help="Look at once when the mean load of ranks with experts falls below this part of the largest."),
-    ] = None,
-    step_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a step counts as stuck, and its ranks are remade.")
-    ] = 60.0,
-    replica_wait: Annotated[
-        float, typer.Option(help="Seconds a request waits for an engine replica while none runs, before it is refused.")
-    ] = 30.0,
-    served_name: Annotated[str | None, typer.Option(help="Name clients ask for.")] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Bearer key clients must send; may be given several times.")] = None,
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to join; default: RAY_ADDRESS, else an embedded one.")
     ] = None,
@@ -82,34 +49,7 @@ def serve(
     """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
     from cluster.embedded.local import EmbeddedShape
     from serve_app.commands.serve_command import run_server
-    from serve_app.deployment.settings import ServeArgs
 
-    args = ServeArgs.model_validate(
-        {
-            "model": model,
-            "layout": layout,
-            "prefill": prefill,
-            "decode": decode,
-            "mixed": mixed,
-            "require_prefill": require_prefill,
-            "device": device,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "kv_bytes": kv_bytes,
-            "max_batch_tokens": max_batch_tokens,
-            "max_sequences": max_sequences,
-            "threads_per_rank": threads,
-            "host_cache": host_cache,
-            "disk_cache": disk_cache,
-            "disk_cache_bytes": disk_cache_bytes,
-            "rebalance_every": rebalance_every,
-            "rebalance_skew": rebalance_skew,
-            "step_timeout_s": step_timeout,
-            "replica_wait_s": replica_wait,
-            "served_name": served_name,
-            "api_keys": api_key or (),
-        }
-    )
     shape = None if nodes is None else EmbeddedShape.parse(nodes)
     run_server(args, host=host, port=port, address=address, json_logs=json_logs, shape=shape, replace=replace)
 
@@ -180,46 +120,12 @@ def verify(
 
 
 @app.command()
-def render(
-    model: Model = DEFAULT_MODEL,
-    layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=8,pp=2 or tp=2,replicas=2.")] = "",
-    prefill: Annotated[str, typer.Option(help="With --decode, for --layout: a pool for prompts, as in tp=8*2.")] = "",
-    decode: Annotated[str, typer.Option(help="The pool for the tokens after them, for example tp=8,pp=2*1.")] = "",
-    mixed: Annotated[str, typer.Option(help="A pool for both, by itself or beside --prefill or --decode.")] = "",
-    target: Annotated[str, typer.Option(help="ray-up, kuberay or serve.")] = "serve",
-    name: Annotated[str, typer.Option(help="Every object's name begins with it.")] = "shardwright",
-    model_path: Annotated[str | None, typer.Option(help="Where the machines find the model, if not where it is here.")] = None,
-    slots: Annotated[int, typer.Option(help="Ranks one machine can run: its GPUs, or slots for CPU ranks.")] = 8,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    cpus: Annotated[int | None, typer.Option(help="CPUs of one machine; default: its slots.")] = None,
-    memory: Annotated[str, typer.Option(help="Memory of one machine, for example 64GiB.")] = "64GiB",
-    accelerator: Annotated[str | None, typer.Option(help="Kind of GPU a machine must have (kuberay).")] = None,
-    prefill_machine: Annotated[
-        str,
-        typer.Option(help="How machines of the prefill pool differ: slots=4,cpus=8,memory=64GiB,accelerator=L40S (kuberay)."),
-    ] = "",
-    decode_machine: Annotated[str, typer.Option(help="The same of the decode pool (kuberay).")] = "",
-    mixed_machine: Annotated[str, typer.Option(help="The same of the mixed pool (kuberay).")] = "",
-    image: Annotated[str, typer.Option(help="Container image (kuberay).")] = "shardwright:latest",
-    spare: Annotated[int, typer.Option(help="Machines that stay free, for upgrades (kuberay).")] = 0,
-    gateway_class: Annotated[str | None, typer.Option(help="Gateway API class, for upgrades step by step (kuberay).")] = None,
-    provider: Annotated[str, typer.Option(help="local, aws or gcp (ray-up).")] = "local",
-    head: Annotated[str, typer.Option(help="Address of the head (local).")] = "",
-    worker: Annotated[list[str] | None, typer.Option(help="Address of a worker; once for each (local).")] = None,
-    ssh_user: Annotated[str, typer.Option(help="User on the machines (local).")] = "ubuntu",
-    ssh_key: Annotated[str | None, typer.Option(help="Private key for the machines (local).")] = None,
-    instance: Annotated[str, typer.Option(help="Instance type of workers (aws, gcp).")] = "",
-    region: Annotated[str, typer.Option(help="Region (aws, gcp).")] = "",
-    zone: Annotated[str, typer.Option(help="Availability zone (aws, gcp).")] = "",
-    project: Annotated[str, typer.Option(help="Project (gcp).")] = "",
-    setup: Annotated[list[str] | None, typer.Option(help="Command that readies a machine, instead of ours (local).")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder for the files; default: print them.")] = None,
-) -> None:
+@admits(RenderArgs, leave_out=NOT_RENDERED)
+def render(args: RenderArgs) -> None:
     """Write the files that bring LAYOUT to machines: `ray up`, KubeRay, or a Serve file."""
-    from serve_app.commands.render_command import RenderArgs, run_render
+    from serve_app.commands.render_command import run_render
 
-    given = {key: value for key, value in locals().items() if key in RenderArgs.model_fields and value is not None}
-    run_render(RenderArgs.model_validate({**given, "workers": worker or ()}))
+    run_render(args)
 
 
 @app.command()

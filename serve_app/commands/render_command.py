@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.render.kuberay import Cloud, kustomization, manifests
 from cluster.render.ray_up import cloud_cluster, local_cluster
@@ -19,55 +17,13 @@ from placement.layout.layout import Layout, LayoutError
 from placement.legality.check import require
 from placement.nodes.fleet import Machine, fleet
 from placement.ownership.handoff import Side, holdings
+from serve_app.commands.render_args import RenderArgs
 from serve_app.commands.render_text import Files, text_of, write
 from serve_app.deployment.catalog import resolve
-from serve_app.deployment.deployment_names import APP_NAME, IMPORT_PATH, INGRESS, POOL_OF
+from serve_app.deployment.deployment_names import IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.deployment.pools import layouts as layouts_of
-from serve_app.deployment.settings import ByteSize, ServeArgs
 
 _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
-
-
-class RenderArgs(BaseModel):
-    """What was asked. `model` is checked here; `model_path` is where the machines find it, the same unless given. `prefill`,
-    `decode` and `mixed` are pools, in place of `layout`, as in `ServeArgs`; `prefill_machine` and its like say in what the
-    machines of one differ, as in ``slots=4,memory=512GiB`` (kuberay).
-
-    `spare`: machines that stay free, for an upgrade (kuberay).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    layout: str = ""
-    prefill: str = ""
-    decode: str = ""
-    mixed: str = ""
-    target: Literal["ray-up", "kuberay", "serve"]
-    name: str = APP_NAME
-    model_path: str | None = None
-    slots: int = Field(default=8, ge=1)
-    device: Literal["cpu", "cuda"] = "cpu"
-    cpus: int | None = Field(default=None, ge=1)
-    memory: ByteSize = 64 * 2**30
-    accelerator: str | None = None
-    prefill_machine: str = ""
-    decode_machine: str = ""
-    mixed_machine: str = ""
-    image: str = "shardwright:latest"
-    spare: int = Field(default=0, ge=0)
-    gateway_class: str | None = None
-    provider: Literal["local", "aws", "gcp"] = "local"
-    head: str = ""
-    workers: tuple[str, ...] = ()
-    ssh_user: str = "ubuntu"
-    ssh_key: str | None = None
-    instance: str = ""
-    region: str = ""
-    zone: str = ""
-    project: str = ""
-    setup: tuple[str, ...] = ()
-    out: Path | None = None
 
 
 def run_render(args: RenderArgs) -> None:
@@ -86,7 +42,7 @@ def run_render(args: RenderArgs) -> None:
 
 def render(args: RenderArgs) -> Files:
     """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
-    layouts = _layouts(args)
+    layouts = layouts_of(args)
     spec = header.read(resolve(args.model, header_only=True).path)
     for layout in layouts.values():
         require(layout, spec)  # before the machines: they are counted for a layout that can be
@@ -102,7 +58,7 @@ def render(args: RenderArgs) -> Files:
 
 def deployment_of(args: RenderArgs) -> Deployment:
     """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
-    layouts = _layouts(args)
+    layouts = layouts_of(args)
     args = _roomy(args, layouts) if args.target == "serve" else args
     arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
     machines = {name: _machine_of(args, argument) for name, argument in arguments.items()}
@@ -116,6 +72,7 @@ def deployment_of(args: RenderArgs) -> Deployment:
         ),
         import_path=IMPORT_PATH,
         ingress=INGRESS,
+        settings=args.settings,
     )
 
 
@@ -123,12 +80,6 @@ def _roomy(args: RenderArgs, layouts: Mapping[str, Layout]) -> RenderArgs:
     """The same on machines with room: a Serve file lists none, so what was not said of them cannot be wrong."""
     slots = max(args.slots, *(layout.tp for layout in layouts.values()))
     return args.model_copy(update={"slots": slots, "cpus": max(args.cpus or slots, slots)})
-
-
-def _layouts(args: RenderArgs) -> dict[str, Layout]:
-    """The layout, or those of the pools, by deployment."""
-    pools = {"prefill": args.prefill, "decode": args.decode, "mixed": args.mixed}
-    return layouts_of(ServeArgs(model=args.model, layout=args.layout, **pools))
 
 
 def _in_pools(args: RenderArgs) -> bool:
@@ -156,7 +107,7 @@ def _machine_of(args: RenderArgs, pool: str) -> Machine:
         names = [name.strip() for name, _, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise LayoutError(f"--{pool}-machine {text!r} says {twice} {names.count(twice)} times: say it once")
-    return _machine(RenderArgs.model_validate({**args.model_dump(), **asked}))
+    return _machine(RenderArgs.model_validate({**args.model_dump(exclude_unset=True), **asked}))
 
 
 def _unlike(args: RenderArgs) -> dict[str, str]:
@@ -186,12 +137,12 @@ def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
 def files_of(args: RenderArgs, deployment: Deployment) -> Files:
     """The files of one target."""
     if args.target == "serve":
-        return {"serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+        return {"serve.yaml": [serve_file(deployment, ingress_on_head=True)]}
     if args.target == "kuberay":
         cloud = Cloud(image=args.image, spare=args.spare, gateway_class=args.gateway_class)
         files = manifests(deployment, cloud)
         return {"kustomization.yaml": [kustomization(deployment.name, list(files))], **files}
-    return {"cluster.yaml": [_ray_up(args, deployment)], "serve.yaml": [serve_file(deployment, entrance_on_head=True)]}
+    return {"cluster.yaml": [_ray_up(args, deployment)], "serve.yaml": [serve_file(deployment, ingress_on_head=True)]}
 
 
 def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:

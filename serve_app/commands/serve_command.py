@@ -22,7 +22,7 @@ from rich.console import Console
 from actors.kv_offload.key_layout import DirectoryError, own_folder
 from cluster.embedded import local
 from cluster.embedded.watch import ClusterWatch, end_descendants
-from cluster.replica.settings import DEFAULT_CONTEXT
+from placement.cost.kv_budget import usual_length
 from placement.layout.layout import LayoutError
 from serve_app.commands.deploy import StartFailed, check_free, deploy, is_still
 from serve_app.commands.endpoint_health import health_line
@@ -150,8 +150,7 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
     how = "is ready" if is_ready else "runs, but is not ready"
     print(f"\nShardwright {how}: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     print(f"  {amiss}\n" if amiss else "", end="")
-    usual = args.max_model_len or min(settings.spec.max_position, DEFAULT_CONTEXT)
-    if settings.max_model_len < usual:
+    if settings.max_model_len < usual_length(settings.spec.max_position, args.max_model_len):
         print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
     path, body = _example(texts)
     print("".join(f"  {line}\n" for line in slow), end="\n" if slow else "")

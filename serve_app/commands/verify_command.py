@@ -17,7 +17,7 @@ from placement.model.spec import ModelSpec
 from placement.ownership.context import BLOCK_TOKENS
 from serve_app.deployment.catalog import DEFAULT_MODEL, ModelFiles, resolve
 from serve_app.deployment.preflight import check_files
-from serve_app.deployment.settings import compute_dtype
+from serve_app.deployment.replica_settings import compute_dtype
 from serve_app.text.model_files import read_text_files
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
         device="cpu",
         dtype=compute_dtype(args.dtype, spec, "cpu"),
         block_size=BLOCK_TOKENS,
-        threads=1,
+        threads_per_rank=1,
     )
 
 

@@ -19,7 +19,8 @@ from placement.layout.layout import Layout, LayoutError
 from placement.nodes.hardware import ClusterSpec
 from placement.ownership.handoff import Side, holdings
 from serve_app.deployment.deployment_names import ENGINE, MIXED, POOL_OF, PREFILL
-from serve_app.deployment.settings import ServeArgs, replica_settings
+from serve_app.deployment.replica_settings import replica_settings
+from serve_app.deployment.settings import ServeArgs
 
 _NIXL = ("nixl_cu12", "nixl_cu13")
 

@@ -26,7 +26,8 @@ from cluster.replica import placement_group as placement_group_module
 from cluster.replica.placement_group import NODE_ID, ReservedBundles
 from cluster.replica.replica import Replica
 from cluster.replica.settings import ReplicaSettings, shared_variables
-from serve_app.deployment.settings import ServeArgs, replica_settings
+from serve_app.deployment.replica_settings import replica_settings
+from serve_app.deployment.settings import ServeArgs
 
 REQUESTS = 48
 TOKENS = 8

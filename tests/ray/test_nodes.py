@@ -38,7 +38,9 @@ from pathlib import Path
 spec = checkpoint_header.read(Path({folder!r}))
 
 def asked(layout, **more):
-    return ReplicaSettings(model_path="", spec=spec, layout=Layout.parse(layout), max_model_len=10, **more)
+    return ReplicaSettings(
+        model_path="", spec=spec, layout=Layout.parse(layout), device="cpu", dtype="bfloat16", max_model_len=10, **more
+    )
 
 def refused(settings):
     began = time.monotonic()

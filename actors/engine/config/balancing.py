@@ -40,10 +40,13 @@ class Balancing(BaseModel):
     bytes_per_s: float = 1e9
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: Layout, element_bytes: int, interval: int, skew: float | None) -> Balancing | None:
-        """That of a model under a layout; None where there is nothing to balance."""
+    def of(
+        cls, spec: ModelSpec, layout: Layout, element_bytes: int, rebalance_every: int | None, rebalance_skew: float | None
+    ) -> Balancing | None:
+        """That of a model under a layout; None where there is nothing to balance. `rebalance_every`: see `interval`."""
         if spec.moe is None or layout.ep == 1:
             return None
+        interval = USUAL_INTERVAL if rebalance_every is None else rebalance_every
         ranks = range(layout.world)
         columns = -(-spec.moe.expert_size // layout.moe_tp)
         return cls(
@@ -54,7 +57,7 @@ class Balancing(BaseModel):
             expert_bytes=3 * columns * spec.hidden_size * element_bytes,
             groups=spec.moe.groups,
             interval=interval,
-            skew=skew,
+            skew=rebalance_skew,
             ask_every=min(64, interval or 64),
         )
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from actors.engine.config.balancing import Balancing
+from actors.engine.config.options import EngineLimits, Positive, Seconds
 from actors.kv_offload.block_part import KVFormat
 from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import RopeSpec
 
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+CHUNK_TOKENS, POOL_CHUNK_TOKENS = 1024, 512
+"""Prompt tokens of one sequence in one step at most, alone and in a pool. In a pool a chunk is sent while the next one is
+computed, and everybody waits for the last one."""
 
 
 class DisaggregationConfig(BaseModel):
-    """What an engine of a pool must know beside its sizes, to hand off KV or to take it."""
+    """What an engine of a pool must know beside its sizes, to hand off KV or to take it.
+
+    Only `layout` differs between deployments. The other numbers belong to the protocol and are no options of ``serve``; tests
+    shorten them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +49,7 @@ class DisaggregationConfig(BaseModel):
 
 
 class OffloadConfig(BaseModel):
-    """What an engine must know of the tiers behind its ranks."""
+    """What an engine must know of the tiers behind its ranks. `fetch_timeout_s` is no option of ``serve``; tests shorten it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,24 +64,25 @@ class OffloadConfig(BaseModel):
     @property
     def capacity(self) -> int:
         """Blocks that the tiers hold."""
-        shared = self.tiers.directory_bytes if self.tiers.directory is not None else 0
-        return max(self.tiers.host_bytes, shared // self.layout.world) // self.block_bytes
+        shared = self.tiers.disk_cache_bytes if self.tiers.disk_cache is not None else 0
+        return max(self.tiers.host_cache, shared // self.layout.world) // self.block_bytes
 
     def ranks_of(self, dp_rank: int) -> frozenset[int]:
         """World ranks of a DP rank."""
         return mesh.dp_rank_members(self.layout, dp_rank)
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(EngineLimits):
     """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
 
     A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
     so that
     ``kv_owners * num_blocks`` blocks can be in use at once; on each of the `dp_size` DP ranks, which have ranks of their own
     (attn_dp).
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    What a user sets is inherited; the rest follows from the layout and the model. `max_chunk_tokens`, `micro_batch_rows`,
+    `micro_batch_tokens`, `prefix_cache` and `overdue_after_s` are tuned values, no options: tests and benchmarks vary them.
+    """
 
     num_blocks: Positive
     """KV blocks of one rank."""
@@ -83,33 +90,19 @@ class EngineConfig(BaseModel):
     """Ranks that each hold a share of every sequence's blocks."""
     dp_size: Positive = 1
     """Sets of ranks that each run sequences of their own."""
-    max_model_len: Positive
-    """Tokens of a sequence at most, prompt and generated together."""
     block_size: Positive = 16
     """Tokens of one KV block."""
-    max_batch_tokens: Positive = 2048
-    """Tokens run in one step at most, on each DP rank."""
-    max_sequences: Positive = 64
-    """Sequences running at once, on each DP rank."""
-    max_chunk_tokens: Positive = 1024
+    max_chunk_tokens: Positive = CHUNK_TOKENS
     """Prompt tokens of one sequence in one step at most."""
     stages: Positive = 1
     """Pipeline stages of the ranks."""
-    plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Plans given to the ranks before the oldest one's result is back; None: one more than there are stages, so that the
-    next plan is there when a stage wants it."""
     micro_batch_rows: Positive = 4
     """Decodes are split over the stages into micro-batches of at least so many (`micro_batches.py`)."""
     micro_batch_tokens: Positive = 128
     """Prompt tokens that a step of several stages takes where there are that many."""
     prefix_cache: bool = True
-    max_waiting_requests: Positive = 512
-    max_waiting_tokens: Positive = 1 << 20
-    """Prompt tokens in the queue. A prompt larger than this is still taken when nothing else waits."""
     overdue_after_s: Seconds = 30.0
     """A request queued this long goes ahead of everything that arrived after it, whatever its priority or tenant."""
-    step_timeout_s: Seconds = 60.0
-    """A step that takes longer means that the ranks are lost."""
     rope: RopeSpec = RopeSpec()
     """The model's: whether prompts of unlike length may share cached keys depends on it."""
     experts: Balancing | None = None

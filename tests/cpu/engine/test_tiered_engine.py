@@ -82,7 +82,7 @@ def prompts(seed: int, count: int, length: int = 41) -> list[list[int]]:
 def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout: str) -> None:
     model, texts = tiny(family), prompts(1, 12)
     expected = answers(model, texts)
-    engine, attach = tiered(model, layout, 26, TierConfig(model_digest="a" * 64, host_bytes=64 << 20))
+    engine, attach = tiered(model, layout, 26, TierConfig(model_digest="a" * 64, host_cache=64 << 20))
 
     def work(replica: InProcess) -> None:
         for turn in range(2):
@@ -100,7 +100,7 @@ def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout
 def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(2, 4)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="b" * 64, directory=tmp_path)
+    settings = TierConfig(model_digest="b" * 64, disk_cache=tmp_path)
 
     def work(replica: InProcess) -> None:
         assert [replica.run(request(str(at), text)).tokens for at, text in enumerate(texts)] == expected
@@ -123,7 +123,7 @@ def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> No
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     texts = prompts(3, 2)
     for digest in ("c" * 64, "d" * 64):
-        settings = TierConfig(model_digest=digest, directory=tmp_path)
+        settings = TierConfig(model_digest=digest, disk_cache=tmp_path)
 
         def work(replica: InProcess) -> None:
             for at, text in enumerate(texts):
@@ -136,7 +136,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
 def test_cancelled_while_their_blocks_are_fetched(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(4, 30)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="e" * 64, host_bytes=64 << 20, directory=tmp_path)
+    settings = TierConfig(model_digest="e" * 64, host_cache=64 << 20, disk_cache=tmp_path)
     draw = random.Random(5)
 
     def work(replica: InProcess) -> None:

@@ -63,7 +63,7 @@ def test_experts_that_move_every_twenty_steps_change_no_token(
         made.append(ExpertBalancer(config, Shuffler(20)))
         return made[-1]
 
-    balancing = Balancing.of(model.spec, Layout.parse(layout), 4, interval=20, skew=None)
+    balancing = Balancing.of(model.spec, Layout.parse(layout), 4, rebalance_every=20, rebalance_skew=None)
     assert balancing is not None
     balancing = balancing.model_copy(update={"ask_every": 5})
     config = EngineConfig(block_size=16, num_blocks=512, max_model_len=steps + 40, max_batch_tokens=64)
@@ -100,7 +100,7 @@ def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Router, "choose", choose)
     model, layout = tiny("qwen3_moe", num_experts=12), Layout.parse("attn_dp=4,ep=4,redundant_experts=4")
-    balancing = Balancing.of(model.spec, layout, 4, interval=100, skew=None)
+    balancing = Balancing.of(model.spec, layout, 4, rebalance_every=100, rebalance_skew=None)
     assert balancing is not None
     balancing = balancing.model_copy(update={"ask_every": 50, "must_pay": False})
     config = EngineConfig(block_size=16, num_blocks=512, max_model_len=400, max_batch_tokens=64, max_sequences=16)
@@ -133,7 +133,7 @@ def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lone_sequence_uses_all_copies() -> None:
     """Two of everything on two ranks: each runs half of what one request asks for."""
     model, layout = tiny("mixtral"), Layout.parse("attn_dp=2,ep=2,redundant_experts=4")
-    balancing = Balancing.of(model.spec, layout, 4, interval=0, skew=None)
+    balancing = Balancing.of(model.spec, layout, 4, rebalance_every=0, rebalance_skew=None)
     assert balancing is not None
     config = EngineConfig(block_size=16, num_blocks=64, max_model_len=200, experts=balancing)
     with in_process(model, str(layout), config) as replica:

@@ -29,7 +29,7 @@ CONFIG = EngineConfig(
     max_batch_tokens=64,
     max_sequences=12,
     max_chunk_tokens=24,
-    max_waiting_requests=999,
+    max_waiting=999,
 )
 
 

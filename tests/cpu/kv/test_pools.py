@@ -169,7 +169,7 @@ def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, dec
     preemptions on the decode side lose comes back from its own."""
     model, texts = tiny("llama3"), prompts(7, 14)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="a" * 64, host_bytes=64 << 20, directory=tmp_path)
+    settings = TierConfig(model_digest="a" * 64, host_cache=64 << 20, disk_cache=tmp_path)
     one, other = (tiered(model, layout, 30, settings)[0] for layout in (prefill, decode))
     with pools(model, prefill, decode, one, other, expected_tokens=2) as both:
         for turn in range(3):
@@ -197,7 +197,7 @@ def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
 def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
     """Many at once, with aborts, preemptions on the decode side and prefixes that both sides share."""
     model, work = tiny("llama3"), requests(60, seed=11)
-    sizes = {"max_model_len": 96, "max_waiting_requests": 200}
+    sizes = {"max_model_len": 96, "max_waiting": 200}
     roomy = EngineConfig(block_size=4, num_blocks=400, max_batch_tokens=64, max_sequences=16, **sizes)
     with in_process(model, "", roomy) as replica:
         expected = {each.request_id: replica.run(each) for each in work}

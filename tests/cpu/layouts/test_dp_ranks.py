@@ -89,9 +89,7 @@ def test_a_dp_rank_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.M
 def test_five_hundred_requests_over_four_dp_ranks_with_aborts_equal_one_rank(family: str, layout: str) -> None:
     model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
     aborted = {request.request_id for request in random.Random(9).sample(work, 60)}
-    config = EngineConfig(
-        block_size=4, num_blocks=24, max_model_len=96, max_batch_tokens=64, max_sequences=16, max_waiting_requests=500
-    )
+    config = EngineConfig(block_size=4, num_blocks=24, max_model_len=96, max_batch_tokens=64, max_sequences=16, max_waiting=500)
 
     def run(layout: str, config: EngineConfig, aborted: set[str]) -> tuple[dict[str, TokenEvent], tuple[int, ...]]:
         with in_process(model, layout, config) as replica:

@@ -30,7 +30,7 @@ def reports(replica: str, nodes: str) -> dict[str, RankReport]:
 
 
 def crossings(layout: Layout, replicas: set[str]) -> list[str]:
-    settings = ReplicaSettings(model_path="", spec=DENSE, layout=layout, dtype="float32", max_model_len=8)
+    settings = ReplicaSettings(model_path="", spec=DENSE, layout=layout, device="cpu", dtype="float32", max_model_len=8)
     return status.slow_crossings(settings, replicas)
 
 

@@ -198,7 +198,7 @@ def test_a_receiver_may_call_the_engine(start: Start) -> None:
 
 def test_a_full_queue_refuses_at_once(start: Start) -> None:
     gate = Gate()
-    engine, inbox = start(ScriptedLink(24, 4, VOCAB, gate), max_waiting_requests=4, max_waiting_tokens=20), Inbox()
+    engine, inbox = start(ScriptedLink(24, 4, VOCAB, gate), max_waiting=4, max_waiting_tokens=20), Inbox()
     engine.submit(request("running", [1] * 30), inbox)  # more than the cap, but nothing waits
     assert gate.entered.wait(WAIT_S)
     for number in range(4):
@@ -357,7 +357,7 @@ def test_neither_torch_nor_ray_comes_with_the_engine() -> None:
 def test_requests_that_stuck_tiers_starve_make_a_replica_unhealthy() -> None:
     """Blocks of a fetch that no rank answers are all there are: the next request waits, and nothing runs."""
     kv_format = KVFormat.of(heads_model(4), "a" * 64, "float32", 4)
-    settings = TierConfig(model_digest="a" * 64, host_bytes=1 << 20)
+    settings = TierConfig(model_digest="a" * 64, host_cache=1 << 20)
     offload = OffloadConfig(tiers=settings, layout=Layout.parse(""), kv_format=kv_format, block_bytes=64, fetch_timeout_s=0.01)
     small = config(offload=offload, num_blocks=6, max_model_len=24, step_timeout_s=0.3)
     engine, inbox = Engine(small, ScriptedLink(6, 4, VOCAB)), Inbox()

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.engine.config.balancing import Balancing
 from placement.cost.memory import MemoryBudgetError
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from serve_app.deployment.settings import ArgumentError, ServeArgs, parse_args, replica_settings
+from serve_app.deployment.replica_settings import replica_settings
+from serve_app.deployment.settings import ArgumentError, ServeArgs, parse_args
 
 CONFIG = {
     "model_type": "llama",
@@ -75,7 +77,10 @@ def test_a_small_cache_bounds_the_sequences(model: str) -> None:
 
 def test_experts_are_looked_at_as_asked(with_experts: str) -> None:
     usual = replica_settings(ServeArgs(model=with_experts, layout="tp=2,ep=2"), "cpu")
-    assert (usual.rebalance_every, usual.rebalance_skew) == (3000, None)
+    assert (usual.rebalance_every, usual.rebalance_skew) == (None, None)
+    balancing = Balancing.of(usual.spec, usual.layout, 4, usual.rebalance_every, usual.rebalance_skew)
+    assert balancing is not None
+    assert balancing.interval == 3000
     args = parse_args({"model": with_experts, "layout": "tp=2,ep=2", "rebalance_every": 0, "rebalance_skew": 0.7})
     asked = replica_settings(args, "cpu")
     assert (asked.rebalance_every, asked.rebalance_skew) == (0, 0.7)
@@ -146,7 +151,7 @@ def test_a_directory_holds_at_least_a_block(model: str) -> None:
 
 def test_no_more_host_memory_is_taken_than_there_is(model: str) -> None:
     args = ServeArgs(model=model, layout="tp=2", host_cache=12 * 10**9)
-    assert replica_settings(args, "cpu", machine(2, 24 * 10**9)).host_cache_bytes == 12 * 10**9
+    assert replica_settings(args, "cpu", machine(2, 24 * 10**9)).host_cache == 12 * 10**9
     message = (
         r"host_cache 12,000,000,000 for each of 2 ranks is 24,000,000,000 bytes, more than the 20,000,000,000 .* 10,000,000,000"
     )

@@ -1,0 +1,123 @@
+"""The KV budget: how many bytes of KV cache a rank gets, how long a sequence may be with them, and how many blocks they are.
+
+    node memory ──/ranks──→ share_of_node ──- weights──→ rank_kv_bytes ──→ kv_blocks     CPU, before anything starts
+    free device memory once the weights are loaded ────────────────────→ kv_blocks     CUDA, on the running ranks
+
+Everything here is arithmetic on what `placement.cost.memory` says that ranks need. What does not fit raises `LayoutError`, most
+often as `MemoryBudgetError`, with the numbers and a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placement.cost.memory import MemoryBudgetError, RankMemory, num_blocks
+from placement.layout.layout import Layout, LayoutError
+from placement.model.spec import DType
+from placement.nodes.hardware import ClusterSpec
+from placement.ownership.context import BLOCK_TOKENS
+
+USUAL_CONTEXT = 8192
+"""Tokens of the longest sequence served unless asked otherwise, or the model's own limit, where that is shorter."""
+CPU_KV_BYTES = 2**30
+"""KV cache of a CPU rank unless asked otherwise. Pages are touched only when used."""
+_DEVICE_SHARE = 0.9
+"""Part of a device's free memory that the KV cache takes unless asked otherwise."""
+_PROCESS_BYTES = 250_000_000
+"""What the process of a CPU rank takes before it holds anything: Python, torch and Ray, counting shared pages once."""
+
+
+def usual_length(max_position: int, asked: int | None = None) -> int:
+    """Tokens of the longest sequence before memory has its say. Raises `LayoutError` beyond the model's `max_position`."""
+    length = asked or min(max_position, USUAL_CONTEXT)
+    if length > max_position:
+        raise LayoutError(f"max_model_len {length} is longer than the {max_position} positions the model was made for")
+    return length
+
+
+def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int | None, kv_bytes: int | None) -> int:
+    """Tokens of the longest sequence to serve: `asked`, else `usual_length` or what `kv_bytes` hold, if that is shorter.
+
+    Raises `LayoutError` where `kv_bytes` hold fewer than `asked`, or none.
+    """
+    length = usual_length(max_position, asked)
+    if kv_bytes is None:
+        return length
+    fits = min(rank.tokens_in(kv_bytes) for rank in needs)
+    if fits == 0 or (asked and length > fits):
+        less = f", or max_model_len {fits} or less" if fits else ""
+        raise LayoutError(
+            f"kv_bytes {kv_bytes} holds {fits} tokens of a rank's KV cache, fewer than max_model_len {length}: "
+            f"give more kv_bytes{less}"
+        )
+    return min(length, fits)
+
+
+def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | None:
+    """Bytes that a rank can hold where its node is fullest: the node's memory over the ranks of `devices` that it may have to
+    hold, less what their processes take. None: not known.
+
+    Raises `MemoryBudgetError` where the processes alone do not fit.
+    """
+    nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
+    if not nodes:
+        return None
+    node, ranks = min(nodes, key=lambda each: (each[0].memory_bytes or 0) // each[1])
+    left = (node.memory_bytes or 0) // ranks - _PROCESS_BYTES
+    if left <= 0:
+        raise MemoryBudgetError(
+            f"{layout} puts {ranks} ranks on node {node.name}: their processes alone take about {ranks * _PROCESS_BYTES:,} of "
+            f"its {node.memory_bytes:,} bytes, before any weight"
+        )
+    return left
+
+
+def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, length: int) -> int:
+    """Bytes of KV of a rank that has `share` bytes for weights and KV: `asked`, else 1 GiB, or what is left, if less.
+
+    Raises `MemoryBudgetError` where the weights and one sequence of `length` tokens do not fit `share`, or `asked` does not.
+    """
+    num_blocks(needs, share, length)
+    left = min(share - rank.weight_bytes for rank in needs)
+    if asked is not None and asked > left:
+        raise MemoryBudgetError(
+            f"kv_bytes {asked:,} is more than the {left:,} bytes that a rank's share of its node, {share:,} bytes, "
+            f"leaves beside {max(rank.weight_bytes for rank in needs):,} bytes of weights"
+        )
+    return asked or min(CPU_KV_BYTES, left)
+
+
+def kv_blocks(
+    needs: Sequence[RankMemory], asked: int | None, free_bytes: Sequence[int], length: int, max_sequences: int
+) -> int:
+    """KV blocks of every rank: what the tightest can hold, and no more than `max_sequences` sequences of `length` can fill.
+
+    `asked` is the budget of a rank in bytes; None: most of the least of `free_bytes`, which are those left on the devices
+    beside the weights, or 1 GiB where there are none (CPU). Raises `MemoryBudgetError` where one sequence does not fit.
+    """
+    budget = asked or (int(_DEVICE_SHARE * min(free_bytes)) if free_bytes else CPU_KV_BYTES)
+    fits = num_blocks(needs, [rank.weight_bytes + budget for rank in needs], length)
+    return min(fits, max_sequences * needs[0].blocks_of(length))
+
+
+def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:
+    """Raise `MemoryBudgetError` where the nodes together have less memory than `devices` times `host_cache` bytes. Whether each
+    node has its part is known once ranks are seated."""
+    known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
+    total = sum(each or 0 for each in known)
+    if not known or None in known or host_cache * devices <= total:
+        return
+    raise MemoryBudgetError(
+        f"host_cache {host_cache:,} for each of {devices} ranks is {host_cache * devices:,} bytes, more than the "
+        f"{total:,} bytes of memory there are: take less than {total // devices:,}"
+    )
+
+
+def require_disk_cache(disk_cache_bytes: int, block: int, dtype: DType) -> None:
+    """Raise `MemoryBudgetError` where a KV block of all layers, of `block` bytes in `dtype`, is larger than the whole disk
+    cache."""
+    if disk_cache_bytes < block:
+        raise MemoryBudgetError(
+            f"disk_cache_bytes {disk_cache_bytes:,} is less than one KV block of {BLOCK_TOKENS} tokens takes, "
+            f"{block:,} bytes in {dtype}: nothing would ever be found there"
+        )

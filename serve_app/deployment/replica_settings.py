@@ -1,0 +1,89 @@
+"""From the settings of a service to those of its replicas: the model is read, and what cannot be is refused.
+
+Nothing starts here: layout, memory and KV tiers are judged from the model's header and from what is known of the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cluster.replica.options import ReplicaOptions
+from cluster.replica.settings import ReplicaSettings
+from placement.checkpoint import header as checkpoint_header
+from placement.cost import kv_budget, memory
+from placement.layout.layout import Layout, LayoutError
+from placement.legality.check import require
+from placement.model.spec import DType, ModelSpec
+from placement.nodes.hardware import ClusterSpec, cpu_has_bfloat16
+from placement.ownership import handoff
+from serve_app.deployment import rebalancing
+from serve_app.deployment.catalog import resolve
+from serve_app.deployment.settings import ServeArgs
+
+
+def replica_settings(
+    args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, devices: int | None = None
+) -> ReplicaSettings:
+    """The settings of one replica. Reads the model's header only. Raises `ModelError` or `LayoutError`.
+
+    `devices`: ranks that share the cluster, where there are others than those of the layout.
+    """
+    files = resolve(args.model)
+    spec = checkpoint_header.read(files.path)
+    layout = Layout.parse(args.layout)
+    _require(args, spec, layout, cluster)
+    dtype = compute_dtype(args.dtype, spec, device)
+    options = {name: getattr(args, name) for name in ReplicaOptions.model_fields}
+    options |= _tiers(args, spec, layout, dtype)
+    options |= _memory(args, spec, layout, dtype, cluster, devices or layout.devices)
+    return ReplicaSettings(model_path=str(files.path), spec=spec, layout=layout, device=device, dtype=dtype, **options)
+
+
+def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) -> DType:
+    """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, which becomes float32 where
+    the CPU has no instructions for it. A quantised file is computed in float32 there: its values are no bfloat16 numbers,
+    and small models lose sense with the bits they lose.
+    """
+    if asked != "auto":
+        return asked
+    if device != "cpu":
+        return spec.dtype
+    return "bfloat16" if spec.quantization is None and spec.dtype != "float32" and cpu_has_bfloat16() else "float32"
+
+
+def _require(args: ServeArgs, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> None:
+    """Raises `LayoutError` with all that is wrong with the layout, and with what is asked of its experts."""
+    refused = rebalancing.refusal(args.rebalance_every, args.rebalance_skew, spec, layout, cluster)
+    try:
+        require(layout, spec, cluster)
+    except LayoutError as error:
+        raise LayoutError("\n".join(filter(None, (str(error), refused)))) from None
+    if refused:
+        raise LayoutError(refused)
+
+
+def _tiers(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> dict[str, Any]:
+    """The directory of the KV tiers, by an absolute path.
+
+    Raises `LayoutError` where the model's blocks cannot leave the device, or none would fit the directory.
+    """
+    if args.host_cache or args.disk_cache is not None:
+        handoff.holdings(spec, handoff.Side(layout))
+    if "disk_cache_bytes" in args.model_fields_set:
+        block = max(rank.block_bytes for rank in memory.rank_memories(spec, Layout(), dtype))
+        kv_budget.require_disk_cache(args.disk_cache_bytes, block, dtype)
+    return {"disk_cache": None if args.disk_cache is None else args.disk_cache.absolute()}
+
+
+def _memory(
+    args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, cluster: ClusterSpec | None, devices: int
+) -> dict[str, int | None]:
+    """The longest sequence, and the bytes of KV of a rank, None where its device is to say. Raises `LayoutError`."""
+    needs = memory.rank_memories(spec, layout, dtype)
+    length = kv_budget.longest_sequence(needs, spec.max_position, args.max_model_len, args.kv_bytes)
+    share = None
+    if cluster is not None:
+        kv_budget.require_host_cache(args.host_cache, devices, cluster)
+        share = kv_budget.share_of_node(cluster, devices, layout)
+    kv_bytes = args.kv_bytes if share is None else kv_budget.rank_kv_bytes(needs, share, args.kv_bytes, length)
+    return {"max_model_len": length, "kv_bytes": kv_bytes}
