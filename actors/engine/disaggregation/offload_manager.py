@@ -87,8 +87,8 @@ class KVOffloadManager:
         if config.offload is not None:
             self._kv_format = config.offload.kv_format
             tiers = config.offload.tiers
-            if settings.disk_cache is not None:
-                self._directory = DirectoryTier(settings.disk_cache, settings.disk_cache_bytes)
+            if tiers.disk_cache is not None:
+                self._directory = DirectoryTier(tiers.disk_cache, tiers.disk_cache_bytes)
 
     def __len__(self) -> int:
         return len(self._under_way)

@@ -54,12 +54,12 @@ class Side:
 
     def add(self, item: GenerateRequest) -> None:
         check_request(item, self.config)
-        expected = self.config.pool.expected_tokens if self.config.pool is not None else 0
+        expected = self.config.disaggregation.expected_tokens if self.config.disaggregation is not None else 0
         size, order = self.config.block_size, next(self._order)
         self.scheduler.add(Sequence.of(item, size, self.now, order, expected_tokens=expected))
 
     def plan(self) -> StepPlan | None:
-        message = self.reap()
+        reaped = self.reap()
         self.heartbeats += [event.request_id for event in reaped if event.is_empty]
         self.events += [event for event in reaped if not event.is_empty]
         plan = self.scheduler.schedule(self.now)
