@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from placement.experts.expert_map import balancedness, bound, place
-from tests.expert_loads import public, skewed
+from tests.support.expert_loads import public, skewed
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
-from tests.tiny_decoder import Part, batch_of
+from tests.support.models.tiny_decoder import Part, batch_of
 
 PACKAGES = {"vllm_flash_attn": 16, "vllm.vllm_flash_attn": 16, "flash_attn": 256, "torch.nn.attention.varlen": 256}
 """Packages with a paged kernel, and the tokens of a page that it can read."""

@@ -10,8 +10,8 @@ from actors.model.attention.backend import AttentionBackend
 from actors.model.attention_selection import choose, choose_latent
 from actors.model.latent.backend import LatentBackend
 from placement.layout.layout import Layout
-from tests.tiny_decoder import Pages, Schedule, chunked, mixed, run, whole
-from tests.tiny_models import TinyModel, tiny
+from tests.support.models.tiny_decoder import Pages, Schedule, chunked, mixed, run, whole
+from tests.support.models.tiny_models import TinyModel, tiny
 
 FAMILIES = ("llama3", "qwen2_alternating", "olmo2", "gemma2", "gpt_oss", "qwen3_moe", "mimo_v2", "deepseek_v2_moe")
 SEQUENCES = [[index * 7 % 101 for index in range(length)] for length in (5, 30, 18)]

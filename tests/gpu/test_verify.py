@@ -9,9 +9,9 @@ from actors.verify.cases import KINDS
 from actors.verify.ranks import WatchedThreads
 from actors.verify.verification import Verification
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_models import tiny
-from tests.verifying import random_prompts
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import random_prompts
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "cp=2", "tp=4,dcp=2"])

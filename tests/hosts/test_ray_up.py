@@ -16,7 +16,7 @@ from serve_app.commands.render_command import RenderArgs, render
 from tests.hosts.box import need_hosts
 from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, wait_until
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 pytestmark = pytest.mark.timeout(600)
 

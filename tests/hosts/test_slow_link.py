@@ -22,7 +22,7 @@ from serve_app.deployment.catalog import DEFAULT_MODEL
 from tests.hosts.box import ROOT, Box, Host, box, need_hosts
 from tests.hosts.throughput import REQUESTS, SPLIT
 from tests.hosts.up_cluster import wait_until
-from tests.tiny_models import TinyModel, tiny
+from tests.support.models.tiny_models import TinyModel, tiny
 
 pytestmark = pytest.mark.timeout(600)
 

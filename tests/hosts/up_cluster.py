@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from tests import waiting
 from tests.hosts.box import Box, Host, box
+from tests.support import waiting
 
 TOKEN = "0123456789abcdef" * 4
 PORT = 8000

@@ -21,7 +21,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.waiting import wait_until as wait_until
+from tests.support.waiting import wait_until as wait_until
 
 READY_S = 240.0
 END_S = 60.0

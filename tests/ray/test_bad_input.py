@@ -21,7 +21,7 @@ from serve_app.app import build
 from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, resolve
 from serve_app.deployment.settings import ServeArgs
 from tests.ray.server import SHARDWRIGHT, run
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 ONLY_USAGE = 10
 """Seconds within which a mistake is told that needs no cluster to be seen (starting Ray takes longer)."""

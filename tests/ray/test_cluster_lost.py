@@ -11,7 +11,7 @@ import pytest
 
 from tests.ray.server import READY_S, Server, all_gone, kill, ready, start, wait_until
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 ENDS_S = 15
 HEALTH_S = 8

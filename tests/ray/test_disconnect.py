@@ -9,7 +9,7 @@ import pytest
 
 from tests.ray.server import Server, serving, wait_until
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 SOON_S = 5
 """Generous for a loaded machine; the work that is left would take minutes."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ray.server import Server, serving, wait_until
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 STEP_TIMEOUT_S = 5
 LONG = 30_000

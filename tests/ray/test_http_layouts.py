@@ -12,7 +12,7 @@ import torch
 
 from placement.layout.layout import Layout
 from tests.ray.server import Server, serving
-from tests.tiny_models import TinyModel, tiny
+from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
     "",

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ray.server import Server, serving, wait_until
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 LONG = 30_000
 QUESTION = body([5, 9, 42], 8)

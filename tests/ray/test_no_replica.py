@@ -10,7 +10,7 @@ import pytest
 
 from tests.ray.server import serving, wait_until
 from tests.ray.streaming import body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 WAIT_S = 3.0
 LATE_S = 3.0

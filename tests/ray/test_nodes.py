@@ -19,7 +19,7 @@ from actors.kv_transfer.nixl_transport import is_installed
 from placement.nodes.hardware import ClusterSpec
 from tests.ray.server import READY_S, Server, environment, finish, kill, marked, ready, run, serving, start, wait_until
 from tests.ray.streaming import body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 SOON_S = 30
 OPEN = {"RAY_AUTH_MODE": "disabled"}

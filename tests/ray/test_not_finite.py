@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.ray.server import serving
 from tests.ray.streaming import Stream, body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 WAYS = {
     "greedy": {},

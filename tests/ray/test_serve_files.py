@@ -21,7 +21,7 @@ from actors.kv_transfer.nixl_transport import is_installed
 from serve_app.deployment.settings import ServeArgs
 from tests.ray.server import environment, free_port, kill, wait_until
 from tests.ray.streaming import body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 EXAMPLE = Path(__file__).parents[2] / "k8s" / "serve.yaml"
 SCRIPTS = Path(sys.executable).parent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.ray.server import END_S, READY_S, all_gone, finish, kill, ready, start, wait_until
 from tests.ray.streaming import body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 SERVE = ["--dtype", "float32"]
 

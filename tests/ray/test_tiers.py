@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.ray.server import READY_S, Server, kill, ready, serving, start, wait_until
 from tests.ray.streaming import body
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 PROMPTS = [[at, *range(1, 62), at] for at in range(4)]
 

@@ -24,8 +24,8 @@ from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Run, source
 from actors.model.step.batch import Batch
 from placement.layout.layout import Layout
-from tests.tiny_decoder import batch_of, chunked, mixed, run
-from tests.tiny_models import tiny
+from tests.support.models.tiny_decoder import batch_of, chunked, mixed, run
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -10,8 +10,8 @@ from actors.model.attention.cpu.backend import CpuAttention
 from actors.model.attention.cuda.gather import GatherAttention
 from actors.model.attention_selection import choose
 from placement.layout.layout import Layout
-from tests.tiny_decoder import chunked, mixed, run, whole
-from tests.tiny_models import tiny
+from tests.support.models.tiny_decoder import chunked, mixed, run, whole
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from placement.checkpoint.gguf.gguf_file import read_header
 from placement.layout.layout import Layout
 from placement.model.spec import ModelError
-from tests.weights_checks import llama_spec, load_rank, random_model, stored
-from tests.weights_gguf import write_gguf
+from tests.support.models.checkpoint_checks import llama_spec, load_rank, random_model, stored
+from tests.support.models.gguf_files import write_gguf
 
 torch.set_num_threads(1)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from placement.checkpoint import header
 from placement.layout.layout import Layout
 from placement.model.spec import ModelError
-from tests.tiny_models import TinyModel, tiny
-from tests.weights_checks import load_rank
+from tests.support.models.checkpoint_checks import load_rank
+from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [Layout(), Layout(tp=3), Layout(tp=2, pp=2)]
 Weights = dict[str, Tensor]

@@ -18,10 +18,10 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import shard
-from tests.gguf_models import K_QUANTS, write_model
-from tests.tiny_decoder import fill, mixed, run
-from tests.tiny_models import FAMILIES, TinyModel, tiny
-from tests.weights_checks import load_rank
+from tests.support.models.checkpoint_checks import load_rank
+from tests.support.models.gguf_models import K_QUANTS, write_model
+from tests.support.models.tiny_decoder import fill, mixed, run
+from tests.support.models.tiny_models import FAMILIES, TinyModel, tiny
 
 torch.set_num_threads(1)
 

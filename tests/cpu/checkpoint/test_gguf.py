@@ -14,8 +14,8 @@ from actors.model.checkpoint import gguf_source
 from placement.checkpoint.hf import config_json
 from placement.layout.layout import Layout
 from placement.model.spec import ModelError, ModelSpec
-from tests.weights_checks import LAYOUTS, llama_spec, load_all, load_rank, random_model, stored
-from tests.weights_gguf import write_gguf
+from tests.support.models.checkpoint_checks import LAYOUTS, llama_spec, load_all, load_rank, random_model, stored
+from tests.support.models.gguf_files import write_gguf
 
 torch.set_num_threads(1)
 

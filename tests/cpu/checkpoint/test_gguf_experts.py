@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from placement.checkpoint import header
 from placement.layout.layout import Layout
-from tests.tiny_models import TinyModel, tiny
-from tests.weights_checks import load_rank
+from tests.support.models.checkpoint_checks import load_rank
+from tests.support.models.tiny_models import TinyModel, tiny
 
 ARCHITECTURES = {"mixtral": gguf.MODEL_ARCH.LLAMA, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE}
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}

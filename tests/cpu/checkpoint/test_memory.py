@@ -22,7 +22,7 @@ from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import parameters, shard, weight_elements
 from placement.ownership.weight_slices import WeightSlice
-from tests.weights_checks import llama_spec
+from tests.support.models.checkpoint_checks import llama_spec
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,16 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import coords_of
 from placement.model.spec import ModelError
 from placement.ownership.shards import shard
-from tests.weights_checks import FAMILIES, LAYOUTS, empty_parameters, llama_spec, load_all, load_rank, random_model, stored
+from tests.support.models.checkpoint_checks import (
+    FAMILIES,
+    LAYOUTS,
+    empty_parameters,
+    llama_spec,
+    load_all,
+    load_rank,
+    random_model,
+    stored,
+)
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,8 @@ from actors.rank.threads import ThreadRanks
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.cost.balance import bubble
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_models import tiny
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import tiny
 
 STEP_S = 0.25
 """What a stage takes for a step: far more than the tiny model does."""

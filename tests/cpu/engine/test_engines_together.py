@@ -21,7 +21,7 @@ from actors.groups.distributed.rendezvous import serve_store
 from actors.rank.connect_groups import connect
 from actors.wire.rank_config import Rendezvous
 from placement.layout.layout import Layout
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 ENGINES, TP, ROUNDS = 4, 2, 10
 WAIT_S = 60.0

@@ -12,8 +12,8 @@ import pytest
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams
 from placement.layout.layout import Layout
-from tests.inprocess import in_process
-from tests.tiny_models import tiny
+from tests.support.inprocess import in_process
+from tests.support.models.tiny_models import tiny
 
 ROOMY = EngineConfig(block_size=4, num_blocks=400, max_model_len=96, max_batch_tokens=64, max_sequences=16)
 CRAMPED = EngineConfig(block_size=4, num_blocks=40, max_model_len=96, max_batch_tokens=64, max_sequences=16)

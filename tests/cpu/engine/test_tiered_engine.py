@@ -18,8 +18,8 @@ from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
-from tests.inprocess import InProcess, in_process
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import InProcess, in_process
+from tests.support.models.tiny_models import TinyModel, tiny
 
 BLOCK = 4
 

@@ -20,9 +20,9 @@ from placement.experts.expert_map import ExpertMap, bound
 from placement.experts.moves import moves, settled
 from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, predicted
 from placement.layout.layout import Layout
-from tests.expert_loads import shuffled
-from tests.inprocess import in_process
-from tests.tiny_models import tiny
+from tests.support.expert_loads import shuffled
+from tests.support.inprocess import in_process
+from tests.support.models.tiny_models import tiny
 
 
 class Shuffler:

@@ -19,9 +19,9 @@ from actors.wire.requests import SamplingParams
 from placement.experts.expert_map import map_of
 from placement.experts.moves import moves
 from placement.layout.layout import Layout
-from tests.expert_loads import shuffled
-from tests.inprocess import rank_config
-from tests.tiny_models import TinyModel, tiny
+from tests.support.expert_loads import shuffled
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 

@@ -8,8 +8,8 @@ import torch
 from actors.groups.solo import SoloGroup
 from actors.model.moe.dispatch import AllToAllDispatcher
 from placement.cost.expert_dispatch import distinct_ranks
-from tests.tiny_models import tiny
-from tests.verifying import verify
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import verify
 
 LAYOUTS = [
     ("mixtral", "cp=2"),

@@ -7,8 +7,8 @@ import pytest
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords_of
 from placement.ownership.shards import shard
-from tests.tiny_models import tiny
-from tests.verifying import verify
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import verify
 
 
 @pytest.mark.parametrize(

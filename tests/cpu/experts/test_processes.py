@@ -10,9 +10,9 @@ import torch
 from actors.verify.processes import Workers
 from actors.verify.verification import Verification
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_models import TinyModel, tiny
-from tests.verifying import random_prompts, verify
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import TinyModel, tiny
+from tests.support.verifying import random_prompts, verify
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from placement.layout.mesh import coords_of, groups, talking_axes
 from placement.legality.check import check
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_traffic_counters import Counted, blocks_of, counted, start
-from tests.tiny_models import TinyModel, tiny
+from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
     ("mixtral", "tp=4,ep=4"),

@@ -14,9 +14,9 @@ from actors.kv_transfer.queue_order import OneBehind
 from actors.model.decoder import Decoder
 from placement.ownership.handoff import Copy
 from tests.cpu.kv.test_pools import alone, config, greedy
-from tests.inprocess import in_process
-from tests.pools import pools
-from tests.tiny_models import tiny
+from tests.support.inprocess import in_process
+from tests.support.kv.pools import pools
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -14,10 +14,10 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.engine.disaggregation import prefill_transfers
 from actors.kv_transfer import connector_worker
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from tests.inprocess import in_process
-from tests.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
-from tests.pools import pools
-from tests.tiny_models import tiny
+from tests.support.inprocess import in_process
+from tests.support.kv.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
+from tests.support.kv.pools import pools
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -19,10 +19,10 @@ from placement.ownership.handoff import Copy, Side, head_bytes
 from placement.ownership.handoff_pages import PageTable
 from tests.cpu.engine.test_mixed_load import requests
 from tests.cpu.engine.test_tiered_engine import answers, prompts, request, tiered
-from tests.handoff_cases import kept
-from tests.inprocess import in_process
-from tests.pools import pools
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import in_process
+from tests.support.kv.handoff_cases import kept
+from tests.support.kv.pools import pools
+from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 

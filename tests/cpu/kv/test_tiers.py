@@ -29,7 +29,7 @@ from actors.kv_offload.rank_blocks import RankBlocks
 from actors.kv_offload.tiers import Tiers
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Side
-from tests.transfer_cases import Case, model
+from tests.support.kv.transfer_cases import Case, model
 
 ROOT = Path(__file__).resolve().parents[3]
 WHOLE = BlockPart(range(4), range(3), range(16))
@@ -307,7 +307,7 @@ def test_a_directory_that_cannot_be_one_says_why(tmp_path: Path) -> None:
 _WRITE_ON = """
 import sys
 from pathlib import Path
-import tests.tier_writer as t
+import tests.support.kv.tier_writer as t
 tier = t.DirectoryTier(Path(sys.argv[1]), 1 << 30)
 print("ready", flush=True)
 number = 0
@@ -341,7 +341,7 @@ def test_a_killed_writer_leaves_only_whole_files(tmp_path: Path, after: int) -> 
 _KILLED_AT = """
 import os, sys
 from pathlib import Path
-import tests.tier_writer as t
+import tests.support.kv.tier_writer as t
 tier = t.DirectoryTier(Path(sys.argv[1]), 1 << 30)
 
 def half(path, content):
@@ -397,7 +397,7 @@ def test_a_store_waits_for_another_process_that_has_the_ledger(tmp_path: Path) -
 def test_two_processes_share_a_directory_within_its_limit(tmp_path: Path) -> None:
     """Both write the same blocks, more than there is room for; what either can read is right, and the bound holds."""
     limit = 8 * file_bytes(NAMES[0], WHOLE, len(PAYLOAD))
-    command = [sys.executable, "-m", "tests.tier_writer", str(tmp_path), str(limit), "60"]
+    command = [sys.executable, "-m", "tests.support.kv.tier_writer", str(tmp_path), str(limit), "60"]
     others = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     try:
         assert [other.wait(timeout=100) for other in others] == [0, 0]

@@ -14,7 +14,7 @@ from actors.kv_transfer.transport import Ranges, TransferError
 from placement.layout.layout import Layout
 from placement.ownership.handoff import Side, handoff
 from placement.ownership.handoff_pages import PageTable
-from tests.transfer_cases import CASES, Case, Rank, compatibility, endpoint, expect_all, send_all, wait_for_copies
+from tests.support.kv.transfer_cases import CASES, Case, Rank, compatibility, endpoint, expect_all, send_all, wait_for_copies
 
 
 class Both:

@@ -14,7 +14,7 @@ import torch
 
 from actors.kv_transfer.nixl_transport import NixlTransport, is_installed, nixl_version
 from actors.kv_transfer.transport import Ranges, TransferError
-from tests.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
+from tests.support.kv.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
-from tests.inprocess import in_process
-from tests.plan_driver import driver
-from tests.tiny_decoder import Schedule, chunked, mixed, whole
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import in_process
+from tests.support.models.tiny_decoder import Schedule, chunked, mixed, whole
+from tests.support.models.tiny_models import TinyModel, tiny
+from tests.support.plan_driver import driver
 
 torch.set_num_threads(1)
 

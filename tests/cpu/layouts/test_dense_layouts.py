@@ -15,8 +15,8 @@ from actors.model.decoder import Decoder
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords_of
 from placement.ownership.shards import parameters, shard
-from tests.tiny_decoder import batch_of, chunked, fill, mixed, run, whole
-from tests.tiny_models import FAMILIES, tiny
+from tests.support.models.tiny_decoder import batch_of, chunked, fill, mixed, run, whole
+from tests.support.models.tiny_models import FAMILIES, tiny
 
 torch.set_num_threads(1)
 

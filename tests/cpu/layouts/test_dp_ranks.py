@@ -16,9 +16,9 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.cpu.engine.test_mixed_load import requests
-from tests.inprocess import in_process, rank_config
-from tests.tiny_models import tiny
-from tests.verifying import verify
+from tests.support.inprocess import in_process, rank_config
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import verify
 
 torch.set_num_threads(1)
 PROMPT = [5, 17, 99, 3, 42, 8, 77, 1, 64]

@@ -9,8 +9,8 @@ import pytest
 
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams
-from tests.inprocess import InProcess, in_process
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import InProcess, in_process
+from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
     "attn_dp=2,ep=2,dispatch=gather",

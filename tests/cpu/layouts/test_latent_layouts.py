@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from placement.layout.layout import Layout
-from tests.plan_driver import driver
-from tests.tiny_decoder import Schedule, chunked, mixed, run, whole
-from tests.tiny_models import tiny
+from tests.support.models.tiny_decoder import Schedule, chunked, mixed, run, whole
+from tests.support.models.tiny_models import tiny
+from tests.support.plan_driver import driver
 
 torch.set_num_threads(1)
 

@@ -17,8 +17,8 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_dense_layouts import SCHEDULE, SEQUENCES
-from tests.tiny_decoder import batch_of, fill, run
-from tests.tiny_models import TinyModel, tiny
+from tests.support.models.tiny_decoder import batch_of, fill, run
+from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 

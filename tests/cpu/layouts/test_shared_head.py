@@ -12,9 +12,9 @@ from actors.rank.assembly import Parts
 from actors.rank.head import StageHead
 from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.cpu.layouts.test_idle_dp_ranks import CONFIG
-from tests.inprocess import in_process
-from tests.tiny_models import tiny
-from tests.verifying import verify
+from tests.support.inprocess import in_process
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import verify
 
 torch.set_num_threads(1)
 

@@ -7,8 +7,8 @@ import torch
 
 from placement.layout.layout import Layout
 from placement.legality.check import check
-from tests.tiny_decoder import mixed, run, whole
-from tests.tiny_models import tiny
+from tests.support.models.tiny_decoder import mixed, run, whole
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -23,8 +23,8 @@ from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
 from placement.layout.mesh import groups, talking_axes
 from placement.legality.check import check
-from tests.inprocess import rank_config
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 

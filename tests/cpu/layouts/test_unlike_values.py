@@ -27,9 +27,9 @@ from placement.ownership.context import BLOCK_TOKENS
 from placement.ownership.shards import shard
 from tests.cpu.checkpoint.test_experts import saved_as
 from tests.cpu.model.test_families import check, sequences_of
-from tests.tiny_decoder import mixed, run
-from tests.tiny_models import tiny
-from tests.weights_checks import load_rank
+from tests.support.models.checkpoint_checks import load_rank
+from tests.support.models.tiny_decoder import mixed, run
+from tests.support.models.tiny_models import tiny
 
 torch.set_num_threads(1)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from placement.layout.layout import Layout
-from tests.tiny_decoder import SHUFFLED, Pages, Schedule, chunked, mixed, run, whole
-from tests.tiny_models import FAMILIES, TinyModel, tiny
+from tests.support.models.tiny_decoder import SHUFFLED, Pages, Schedule, chunked, mixed, run, whole
+from tests.support.models.tiny_models import FAMILIES, TinyModel, tiny
 
 TOLERANCE = 1e-4
 ONE = Layout()

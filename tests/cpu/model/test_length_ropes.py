@@ -7,8 +7,8 @@ import torch
 
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams
-from tests.inprocess import in_process
-from tests.tiny_models import TinyModel, tiny
+from tests.support.inprocess import in_process
+from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 

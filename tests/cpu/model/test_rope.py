@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from actors.model.step.rope import LengthRope, Rope, make_rope
 from actors.model.step.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies
 from placement.model.spec import RopeSpec
-from tests.tiny_decoder import batch_of
+from tests.support.models.tiny_decoder import batch_of
 
 NAMES = {"original_max_position": "original_max_position_embeddings", "theta": "rope_theta", "kind": "rope_type"}
 

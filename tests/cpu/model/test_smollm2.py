@@ -15,9 +15,9 @@ from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 from actors.wire.requests import GenerateRequest, SamplingParams
 from serve_app.text.model_files import read_text_files
-from tests.inprocess import in_process, whole_decoder
-from tests.smollm2 import QUESTIONS, smollm2, smollm2_file
-from tests.tiny_models import TinyModel
+from tests.support.inprocess import in_process, whole_decoder
+from tests.support.models.smollm2 import QUESTIONS, smollm2, smollm2_file
+from tests.support.models.tiny_models import TinyModel
 
 CONFIG = EngineConfig(num_blocks=400, max_model_len=256, max_sequences=20)
 NEW_TOKENS = 24

@@ -16,7 +16,7 @@ from cluster.replica.placement_group import ReservedBundles, node_resources
 from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
 from placement.layout.layout import Layout
 from placement.nodes.bundles import bundles, impossible
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 
 def location(rank: int, node: str, host: str, machine: str) -> RankLocation:

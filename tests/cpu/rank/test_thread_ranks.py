@@ -9,8 +9,8 @@ from actors.rank.threads import ThreadRanks
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_models import tiny
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import tiny
 
 PROMPT = [5, 17, 99, 3, 42, 8, 77, 1, 64]
 GREEDY = SamplingParams(temperature=0.0)

@@ -24,10 +24,10 @@ from serve_app.commands.render_text import text_of
 from serve_app.deployment.catalog import DEFAULT_MODEL, resolve
 from serve_app.deployment.pools import layouts
 from serve_app.deployment.settings import ServeArgs
-from tests.crd_schemas import faults
-from tests.layout_draws import draw_layout
-from tests.render_checks import check_manifest, check_ray_up, check_serve_file
-from tests.render_overlays import ROOT, overlays
+from tests.support.layout_draws import draw_layout
+from tests.support.render.checks import check_manifest, check_ray_up, check_serve_file
+from tests.support.render.crd_schemas import faults
+from tests.support.render.overlays import ROOT, overlays
 
 
 @cache

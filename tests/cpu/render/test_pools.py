@@ -15,8 +15,8 @@ from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
 from placement.nodes.fleet import GIB, Machine
 from serve_app.commands.render_command import RenderArgs, deployment_of, render, run_render
-from tests.render_checks import check_manifest, check_ray_up
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
+from tests.support.render.checks import check_manifest, check_ray_up
 
 POOLS = {"prefill": "tp=2*4", "decode": "tp=4,pp=2*1"}
 

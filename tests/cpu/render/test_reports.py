@@ -13,9 +13,9 @@ import yaml
 
 from serve_app.commands.render_command import RenderArgs, render
 from serve_app.commands.render_text import text_of
-from tests.crd_schemas import faults
-from tests.render_checks import PLACEHOLDER, check_manifest, check_ray_up, start_line
-from tests.render_overlays import ROOT, overlays
+from tests.support.render.checks import PLACEHOLDER, check_manifest, check_ray_up, start_line
+from tests.support.render.crd_schemas import faults
+from tests.support.render.overlays import ROOT, overlays
 
 NEEDS = {"layout": {"layout": "tp=8,pp=2,replicas=4"}, "pools": {"prefill": "tp=8*4", "decode": "tp=8,pp=2*2"}}
 """Both need eight machines of eight slots."""

@@ -11,7 +11,7 @@ from cluster.replica import status
 from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 RACKS = ClusterSpec(nodes=tuple(NodeSpec(name=name, id=name, slots=2, rack=name) for name in "ab"))
 

@@ -12,7 +12,7 @@ from actors.model.layers.layers import RowParallel
 from placement.layout.layout import LayoutError
 from placement.model.spec import ModelError
 from serve_app.commands.verify_command import VerifyArgs, run_verify
-from tests.tiny_models import tiny
+from tests.support.models.tiny_models import tiny
 
 
 def verified(capsys: pytest.CaptureFixture[str], *, as_json: bool = True, **asked: Any) -> tuple[int, str]:

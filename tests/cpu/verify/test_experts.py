@@ -14,8 +14,8 @@ from actors.rank.assembly import Parts
 from actors.verify import ranks
 from actors.verify.report import Report
 from actors.verify.routes import LayerRoutes
-from tests.tiny_models import tiny
-from tests.verifying import verify
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import verify
 
 Plant = Callable[[Any], None]
 """Changes layer 2 of one rank."""

@@ -29,8 +29,8 @@ from placement.legality import rules
 from placement.ownership import shards
 from placement.ownership.context import Ownership
 from placement.ownership.weight_slices import Parameter
-from tests.tiny_models import tiny
-from tests.verifying import Tamper, verify
+from tests.support.models.tiny_models import tiny
+from tests.support.verifying import Tamper, verify
 
 
 def on_rank(rank: int, change: Callable[[Parts], None]) -> Tamper:

@@ -18,10 +18,10 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
 from placement.legality import rules
-from tests.inprocess import rank_config
-from tests.layout_draws import draw_layout
-from tests.tiny_models import TinyModel, tiny
-from tests.verifying import random_prompts, verify
+from tests.support.inprocess import rank_config
+from tests.support.layout_draws import draw_layout
+from tests.support.models.tiny_models import TinyModel, tiny
+from tests.support.verifying import random_prompts, verify
 
 EXPLICIT = ["tp=2", "tp=3", "tp=5", "tp=6", "pp=2", "pp=4", "tp=2,pp=2", "tp=2,pp=4", "tp=4,pp=2", "tp=3,pp=2,stage_layers=3/1"]
 EXPLICIT += ["attn_dp=2,tp=2", "attn_dp=3,pp=2"]

@@ -13,9 +13,9 @@ import torch
 
 from actors.verify.cases import KINDS
 from placement.layout import sequence_parallel
-from tests.layout_draws import draw_layout
-from tests.tiny_models import FAMILIES, TinyModel, tiny
-from tests.verifying import verify
+from tests.support.layout_draws import draw_layout
+from tests.support.models.tiny_models import FAMILIES, TinyModel, tiny
+from tests.support.verifying import verify
 
 DRAWS = 304
 SHAPES = (

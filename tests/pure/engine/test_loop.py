@@ -23,7 +23,7 @@ from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
-from tests.handoff_cases import heads_model
+from tests.support.kv.handoff_cases import heads_model
 
 WAIT_S = 20.0
 VOCAB = 1000

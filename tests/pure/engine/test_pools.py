@@ -21,7 +21,7 @@ from actors.wire.requests import GenerateRequest, TokenEvent, TokenLogprob
 from actors.wire.results import Sampled, StepResult
 from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
-from tests.handoff_cases import heads_model
+from tests.support.kv.handoff_cases import heads_model
 
 LEASE_S, GRACE_S = 10.0, 2.0
 

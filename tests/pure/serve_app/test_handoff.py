@@ -23,7 +23,7 @@ from serve_app.routing.backend import BackendRefused
 from serve_app.routing.handoff import PrefillReplicas
 from serve_app.routing.pool_members import PoolMembers
 from serve_app.routing.pooled_backend import PooledBackend
-from tests.handles import Handle
+from tests.support.handles import Handle
 
 WAIT_S = 5.0
 

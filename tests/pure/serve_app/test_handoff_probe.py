@@ -18,7 +18,7 @@ from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.pool_members import PoolMembers
 from serve_app.routing.pooled_backend import PooledBackend
 from serve_app.routing.role_change import RoleRefused, change_role
-from tests.handles import Handle
+from tests.support.handles import Handle
 
 WAIT_S = 5.0
 REQUEST = GenerateRequest(request_id="r", prompt=[1, 2, 3], max_tokens=4)

@@ -17,7 +17,7 @@ from placement.checkpoint.header import check_tensors, read_tensors
 from placement.checkpoint.hf import config_json
 from placement.checkpoint.hf.safetensors_file import AbsentWeights, read_directory
 from placement.model.spec import ModelError, ModelSpec
-from tests.safetensors_files import as_bytes, header_of, tensors_of, write
+from tests.support.models.safetensors_files import as_bytes, header_of, tensors_of, write
 
 TWO = {"a": ("F32", (2, 3)), "b": ("BF16", (4,))}
 """24 and 8 bytes."""

@@ -10,7 +10,7 @@ from placement.layout.layout import Layout
 from placement.nodes.assignment import assign_bundles
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import Link, NodeLink
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 SPEC = DENSE
 STEP = StepShape.of(4, 10, dtype="float32")

@@ -19,7 +19,7 @@ from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.ownership.shards import shard
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 EXPERTS = MoESpec(num_experts=10, top_k=2, expert_size=12, layers=(1, 2, 3))
 SPARSE = DENSE.model_copy(update={"moe": EXPERTS})

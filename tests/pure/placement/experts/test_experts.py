@@ -23,7 +23,7 @@ from placement.experts.expert_map import (
     surviving,
 )
 from placement.experts.moves import assignment, moves, settled
-from tests.expert_loads import greedy, public, skewed
+from tests.support.expert_loads import greedy, public, skewed
 
 quick = settings(deadline=None, max_examples=60)
 

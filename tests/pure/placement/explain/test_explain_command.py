@@ -12,7 +12,7 @@ import pytest
 
 from placement.checkpoint.hf import config_json
 from serve_app.commands import cli
-from tests.safetensors_files import tensors_of, write
+from tests.support.models.safetensors_files import tensors_of, write
 
 _CONFIG = {
     "model_type": "llama",

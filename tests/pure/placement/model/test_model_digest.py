@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from placement.model.digest import model_digest
-from tests.handoff_cases import heads_model
+from tests.support.kv.handoff_cases import heads_model
 
 SIZE = 3_000_000
 

@@ -15,7 +15,7 @@ from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.nodes.assignment import assign_bundles, assign_replicas
 from placement.nodes.hardware import ClusterSpec, NodeSpec
-from tests.specs import DENSE
+from tests.support.models.specs import DENSE
 
 CASES = 300
 MOST = 800

@@ -20,8 +20,8 @@ from placement.ownership.context import Ownership
 from placement.ownership.handoff import Copy, Side, handoff, holdings, sequence_bytes
 from placement.ownership.handoff_pages import PageRange, PageTable, page_ranges
 from placement.ownership.handoff_positions import PeriodicPositions, shared
-from tests.handoff_cases import heads_model, kept, latent_model, moved
-from tests.layout_draws import draw_layout
+from tests.support.kv.handoff_cases import heads_model, kept, latent_model, moved
+from tests.support.layout_draws import draw_layout
 
 quick = settings(deadline=None, max_examples=150)
 LENGTHS = (1, 15, 16, 17, 33, 200)

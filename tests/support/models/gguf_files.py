@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from placement.model.spec import ModelSpec
-from tests.weights_checks import Weights
+from tests.support.models.checkpoint_checks import Weights
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 

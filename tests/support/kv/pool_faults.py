@@ -19,7 +19,7 @@ from actors.kv_transfer.local import LocalTransfer, LocalTransport, Switchboard
 from actors.kv_transfer.transport import Ranges, TransferError
 from actors.wire.kv import KVReader, KVReport, KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
-from tests.pools import Lost, Pools
+from tests.support.kv.pools import Lost, Pools
 
 FAULTS = (
     "none",

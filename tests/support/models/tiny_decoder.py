@@ -28,7 +28,7 @@ from placement.layout.mesh import Coords
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters, shard
-from tests.tiny_models import TinyModel
+from tests.support.models.tiny_models import TinyModel
 
 Part = tuple[int, int, int]
 """(sequence, start, count): run the tokens ``[start, start + count)`` of a sequence."""

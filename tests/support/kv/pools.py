@@ -24,8 +24,8 @@ from actors.rank.assembly import Parts
 from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from placement.layout.layout import Layout
-from tests.inprocess import InProcess, in_process
-from tests.tiny_models import TinyModel
+from tests.support.inprocess import InProcess, in_process
+from tests.support.models.tiny_models import TinyModel
 
 _WAIT_S = 60.0
 

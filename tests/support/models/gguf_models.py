@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.tiny_models import TinyModel
+from tests.support.models.tiny_models import TinyModel
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,

@@ -14,8 +14,8 @@ from actors.verify.ranks import WatchedThreads
 from actors.verify.report import Report
 from actors.verify.verification import Verification
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_models import TinyModel
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_models import TinyModel
 
 Tamper = Callable[[Parts], Parts]
 

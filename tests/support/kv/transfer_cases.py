@@ -20,7 +20,7 @@ from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership.handoff import Copy, Holding, Side, handoff, holdings
 from placement.ownership.handoff_pages import PageTable
-from tests.handoff_cases import heads_model, latent_model
+from tests.support.kv.handoff_cases import heads_model, latent_model
 
 CASES: dict[str, tuple[str, str, str, int, int, int]] = {
     "heads split again": ("gqa", "tp=2", "tp=3,pp=2", 16, 32, 33),

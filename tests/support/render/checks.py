@@ -17,7 +17,7 @@ from placement.nodes.fleet import TRANSFER_BYTES
 from serve_app.deployment.deployment_names import POOL_OF
 from serve_app.deployment.pools import layouts
 from serve_app.deployment.settings import parse_args
-from tests.crd_schemas import faults
+from tests.support.render.crd_schemas import faults
 
 QUANTITY = {"Mi": 2**20, "Gi": 2**30}
 PLACEHOLDER = re.compile(r"<[^>]*>|\{\{|\$\{|CHANGE_?ME|TODO|XXX|\byour-", re.IGNORECASE)

@@ -1,6 +1,6 @@
 """Runs hand-made plans on all ranks of a layout, as threads, and returns what every prompt position scored.
 
-The schedules of `tests.tiny_decoder` become plans; block tables are shuffled, owner by owner.
+The schedules of `tests.support.models.tiny_decoder` become plans; block tables are shuffled, owner by owner.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from actors.rank.threads import ThreadRanks
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from placement.layout.layout import Layout
-from tests.inprocess import rank_config
-from tests.tiny_decoder import Schedule
-from tests.tiny_models import TinyModel
+from tests.support.inprocess import rank_config
+from tests.support.models.tiny_decoder import Schedule
+from tests.support.models.tiny_models import TinyModel
 
 _WAIT_S = 60.0
 _BLOCK = 4

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from placement.checkpoint import header as checkpoint_header
-from tests.tiny_models import TinyModel
+from tests.support.models.tiny_models import TinyModel
 
 QUESTIONS = [
     "What is the capital of France?",

@@ -20,7 +20,7 @@ from actors.wire.requests import GenerateRequest, TokenEvent
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import DType
-from tests.tiny_models import TinyModel
+from tests.support.models.tiny_models import TinyModel
 
 _TOKEN = "in-process"
 _WAIT_S = 60.0
