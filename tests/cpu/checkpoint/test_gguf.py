@@ -77,8 +77,9 @@ def test_slices_do_not_depend_on_the_size_of_a_chunk(llama, tmp_path, monkeypatc
 
 
 def test_a_file_without_its_suffix_is_known_by_its_first_bytes(llama, tmp_path):
-    write_gguf(tmp_path / "blob", llama, SPEC, "Q8_0")
-    load_rank(tmp_path / "blob", SPEC, Layout(), 0)
+    expected = write_gguf(tmp_path / "blob", llama, SPEC, "Q8_0")
+    whole = load_all(tmp_path / "blob", SPEC, Layout())
+    assert all(torch.equal(whole[name], x) for name, x in expected.items())
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(llama, tmp_path):
@@ -96,8 +97,10 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(llama, tmp_path):
 
 def test_stored_rope_frequencies_are_left_to_the_spec(llama, tmp_path):
     path = tmp_path / "llama.gguf"
-    write_gguf(path, llama, SPEC, "F32", extra={"rope_freqs.weight": torch.tensor([1.0, 8.0])})
-    load_rank(path, SPEC, Layout(), 0)
+    expected = write_gguf(path, llama, SPEC, "F32", extra={"rope_freqs.weight": torch.tensor([1.0, 8.0])})
+    whole = load_all(path, SPEC, Layout())
+    assert whole.keys() == llama.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in llama)
 
 
 def test_a_type_that_cannot_be_dequantised_is_named(llama, tmp_path):

@@ -80,6 +80,8 @@ def test_ranks_may_come_before_the_engine(closing: Close, tmp_path: Path) -> Non
     engine = ZmqEngineLink(1, [0], "token", f"ipc://{tmp_path}/e")
     closing(engine, rank)
     engine.wait_ready(WAIT_S)
+    engine.send(PLAN)
+    assert rank.receive_plan(WAIT_S) == PLAN
 
 
 def test_waiting_ends_and_names_who_is_missing(closing: Close) -> None:

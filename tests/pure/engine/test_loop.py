@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from tests.support.kv.handoff_cases import heads_model
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 VOCAB = 1000
@@ -367,9 +367,7 @@ def test_requests_that_stuck_tiers_starve_make_a_replica_unhealthy() -> None:
             engine.submit(request(name, prompt, max_tokens=1), inbox)
             inbox.wait(name)
         engine.submit(request("third", [*range(20)], max_tokens=1), inbox)  # to be fetched, and there is no other room
-        until = time.monotonic() + WAIT_S
-        while engine.healthy() is None and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: engine.healthy() is not None, WAIT_S, lambda: f"healthy with {engine.stats()}")
         assert engine.stats().tier_late == 1
         assert "tiers have not filled" in str(engine.healthy())
         engine.cancel("third")

@@ -93,7 +93,7 @@ def test_empty_tensors_and_scalars_are_known(file: Path) -> None:
 def test_a_file_cut_at_any_byte_is_refused(file: Path) -> None:
     whole = write(file, TWO).read_bytes()
     for cut in range(len(whole)):
-        said_of(file, whole[:cut])
+        assert said_of(file, whole[:cut])
 
 
 @pytest.mark.parametrize(
