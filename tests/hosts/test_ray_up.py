@@ -18,7 +18,7 @@ from tests.hosts.up_cluster import PORT, UpCluster, healthy, slots, up_cluster, 
 from tests.ray.streaming import Stream, body
 from tests.support.models.tiny_models import tiny
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 POOLS = ("tp=2", "pp=2")
 STREAMS = 32
@@ -54,7 +54,6 @@ def test_every_worker_has_found_the_pool_it_is_kept_for(cluster: UpCluster) -> N
     assert pools == {cluster.head.address: None, decode: "decode", prefill: "prefill"}
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 def test_a_prompt_goes_from_one_host_to_the_other(cluster: UpCluster) -> None:
     with cluster.serving(str(tiny("llama3").folder), "--prefill", POOLS[0], "--decode", POOLS[1], "--dtype", "float32"):

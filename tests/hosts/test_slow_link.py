@@ -24,7 +24,7 @@ from tests.hosts.throughput import REQUESTS, SPLIT
 from tests.hosts.up_cluster import wait_until
 from tests.support.models.tiny_models import TinyModel, tiny
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 RATE = "200mbit"
 BYTES_PER_S = 25e6
@@ -49,7 +49,6 @@ def made() -> Iterator[Box]:
         yield made
 
 
-@pytest.mark.long
 def test_the_order_predicted_is_the_order_measured(made: Box) -> None:
     """Wide hidden states, little work: what crosses the link is most of a step wherever something does."""
     head, model = made.hosts[0], wide()
@@ -90,7 +89,6 @@ def test_ranks_take_what_is_listed_from_the_shell_and_the_rest_from_their_node(m
         process.kill()
 
 
-@pytest.mark.long
 def test_a_host_whose_name_is_loopback_to_itself_is_refused_with_the_variable_that_mends_it(made: Box, tmp_path: Path) -> None:
     """As Debian's own /etc/hosts has it. Ray takes a name for an address, and the other hosts know better what it means."""
     other = made.hosts[1]

@@ -21,6 +21,7 @@ from serve_app.app import build
 from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, resolve
 from serve_app.deployment.settings import ServeArgs
 from tests.ray.server import SHARDWRIGHT, run
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 
 ONLY_USAGE = 10
@@ -104,11 +105,10 @@ def change_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-HEADERS = [no_config, config_cut_short, unknown_architecture, wrong_size, broken_tokenizer]
-WEIGHTS = [cut_short, half, no_weights, missing_tensor]
+OTHERS = [no_config, config_cut_short, unknown_architecture, broken_tokenizer, cut_short, half, no_weights]
 
 
-@pytest.mark.parametrize("spoil", [*HEADERS, *WEIGHTS])
+@pytest.mark.parametrize("spoil", [wrong_size, missing_tensor, *long(*OTHERS)])
 def test_a_bad_model_is_named_before_ray_starts(checkpoint: Path, spoil: Callable[[Path], str], tmp_path: Path) -> None:
     at_fault, before = spoil(checkpoint), sorted(checkpoint.rglob("*"))
     sessions = tmp_path / "ray"
@@ -128,7 +128,8 @@ def test_no_application_is_built_for_a_bad_model(checkpoint: Path, spoil: Callab
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("spoil", [half, missing_tensor, broken_tokenizer])
+@pytest.mark.long
+@pytest.mark.parametrize("spoil", [half, broken_tokenizer])
 def test_a_bad_model_is_not_verified(checkpoint: Path, spoil: Callable[[Path], str]) -> None:
     assert spoil(checkpoint) in refused("verify", str(checkpoint))
 
@@ -150,6 +151,7 @@ serve.status = serve.shutdown = fail
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("more", "named"), [("", ""), (FAILING_SERVE, "RuntimeError: Serve is")], ids=["rank", "serve"])
 def test_what_comes_late_is_one_message_too(checkpoint: Path, more: str, named: str) -> None:
     """A file that a rank finds cut short; a Serve that raises, even at the end. Ray has started, and is gone."""
@@ -163,6 +165,7 @@ def test_what_comes_late_is_one_message_too(checkpoint: Path, more: str, named: 
     shutil.rmtree(sessions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [10, 5000, 40_000_000])
 def test_a_gguf_file_cut_short_is_named(tmp_path: Path, size: int) -> None:
     file = tmp_path / "short.gguf"
@@ -175,17 +178,19 @@ def test_a_gguf_file_cut_short_is_named(tmp_path: Path, size: int) -> None:
     ("args", "named"),
     [
         (["/nowhere/at/all"], "/nowhere/at/all"),
-        (["MODEL", "--layout", "tp=0"], "tp"),
         (["MODEL", "--layout", "pp=5"], "pp=5"),
-        (["MODEL", "--layout", "width=2"], "width"),
-        (["MODEL", "--kv-bytes", "100"], "kv_bytes"),
-        (["MODEL", "--kv-bytes", "900TiB"], "kv_bytes"),
-        (["MODEL", "--kv-bytes", "much"], "kv_bytes"),
-        (["MODEL", "--disk-cache", "/etc/passwd"], "disk_cache '/etc/passwd': "),
-        (["MODEL", "--max-model-len", "1000000"], "max_model_len"),
-        (["MODEL", "--device", "tpu"], "device"),
-        (["MODEL", "--step-timeout", "0"], "step_timeout_s"),
-        (["MODEL", "--host", "203.0.113.7", "--port", "8999"], "203.0.113.7"),
+        *long(
+            (["MODEL", "--layout", "tp=0"], "tp"),
+            (["MODEL", "--layout", "width=2"], "width"),
+            (["MODEL", "--kv-bytes", "100"], "kv_bytes"),
+            (["MODEL", "--kv-bytes", "900TiB"], "kv_bytes"),
+            (["MODEL", "--kv-bytes", "much"], "kv_bytes"),
+            (["MODEL", "--disk-cache", "/etc/passwd"], "disk_cache '/etc/passwd': "),
+            (["MODEL", "--max-model-len", "1000000"], "max_model_len"),
+            (["MODEL", "--device", "tpu"], "device"),
+            (["MODEL", "--step-timeout", "0"], "step_timeout_s"),
+            (["MODEL", "--host", "203.0.113.7", "--port", "8999"], "203.0.113.7"),
+        ),
     ],
 )
 def test_an_argument_that_cannot_be_is_named_before_ray_starts(args: list[str], named: str) -> None:
@@ -199,6 +204,7 @@ def test_a_busy_port_is_named_before_ray_starts() -> None:
         assert port in refused("serve", str(tiny("llama3").folder), "--port", port, timeout_s=ONLY_USAGE)
 
 
+@pytest.mark.long
 def test_a_cluster_that_does_not_answer_is_named() -> None:
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -209,6 +215,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
     assert time.monotonic() - began < 40
 
 
+@pytest.mark.long
 def test_what_is_no_address_is_named() -> None:
     message = refused("serve", str(tiny("llama3").folder), "--address", "garbage")
     assert message.startswith("error: no Ray cluster answers at garbage: ")
@@ -227,7 +234,7 @@ def test_models_are_listed_for_machines() -> None:
     assert [row["name"] for row in json.loads(done.stdout)] == list(BUILT_IN)
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["models"]])
+@pytest.mark.parametrize("command", [[], *long(["serve"], ["chat"], ["models"])])
 def test_help_is_given(command: list[str]) -> None:
     done = run(*command, "--help")
     assert done.returncode == 0

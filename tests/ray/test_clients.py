@@ -15,13 +15,14 @@ import pytest
 
 from tests.ray.server import Server, free_port, run, serving
 from tests.ray.streaming import Stream
+from tests.support.long_cases import long
 
 KEY = "a-key"
 CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module", params=["tp=2", "pp=2"])
+@pytest.fixture(scope="module", params=["tp=2", *long("pp=2")])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with serving("--layout", request.param, "--api-key", KEY, "--max-model-len", "512") as running:
         running.client.headers["authorization"] = f"Bearer {KEY}"

@@ -13,6 +13,8 @@ from tests.ray.server import READY_S, Server, all_gone, kill, ready, start, wait
 from tests.ray.streaming import Stream, body
 from tests.support.models.tiny_models import tiny
 
+pytestmark = pytest.mark.long
+
 ENDS_S = 15
 HEALTH_S = 8
 """The endpoint's own deadline for its health, and something for a loaded machine."""

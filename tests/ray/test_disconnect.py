@@ -11,6 +11,8 @@ from tests.ray.server import Server, serving, wait_until
 from tests.ray.streaming import Stream, body
 from tests.support.models.tiny_models import tiny
 
+pytestmark = pytest.mark.long
+
 SOON_S = 5
 """Generous for a loaded machine; the work that is left would take minutes."""
 LONG = 30_000

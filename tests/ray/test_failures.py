@@ -42,16 +42,19 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_its_stream_and_the_service_comes_back(server: Server) -> None:
     before, after = lose_a_rank(server, signal.SIGKILL, unhealthy_within_s=10)
     assert before == after
 
 
+@pytest.mark.long
 def test_a_stuck_rank_is_found_by_the_step_watchdog(server: Server) -> None:
     before, after = lose_a_rank(server, signal.SIGSTOP, unhealthy_within_s=STEP_TIMEOUT_S + 5)
     assert before == after
 
 
+@pytest.mark.long
 def test_a_stuck_rank_of_an_idle_server_is_found_by_the_next_request(server: Server) -> None:
     before = server.post("/v1/completions", QUESTION)["choices"][0]
     old = server.ranks()
@@ -63,6 +66,7 @@ def test_a_stuck_rank_of_an_idle_server_is_found_by_the_next_request(server: Ser
     assert server.post("/v1/completions", QUESTION)["choices"][0]["token_ids"] == before["token_ids"]
 
 
+@pytest.mark.long
 def test_a_killed_replica_is_replaced(server: Server) -> None:
     before = server.post("/v1/completions", QUESTION)["choices"][0]
     old = server.ranks()

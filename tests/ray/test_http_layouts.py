@@ -12,29 +12,26 @@ import torch
 
 from placement.layout.layout import Layout
 from tests.ray.server import Server, serving
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
-    "",
-    "tp=2",
-    "tp=3",
-    "pp=2",
-    pytest.param("tp=2,pp=2", marks=pytest.mark.long),
-    pytest.param("replicas=2", marks=pytest.mark.long),
-    "tp=2,sp=true",
+    "tp=2,pp=2,sp=true",
     "cp=2",
     "tp=4,dcp=2",
-    "tp=2,pp=2,cp=2,cp_style=allgather",
-    pytest.param("attn_dp=2", marks=pytest.mark.long),
+    *long("", "tp=3", "tp=2,pp=2,cp=2,cp_style=allgather"),
 ]
 WITH_EXPERTS = [
-    ("qwen2_moe", "attn_dp=4,ep=4,redundant_experts=2"),
-    ("glm4_moe", "attn_dp=2,tp=2,ep=4,dispatch=a2a"),
-    ("deepseek_v3_moe", "attn_dp=2,pp=2,ep=2,redundant_experts=3,dispatch=a2a"),
-    ("gpt_oss", "cp=2,tp=2,ep=2"),
-    ("mixtral", "attn_dp=2,tp=2,moe_dp=2,ep=2,lm_head=stage"),
-    ("deepseek_v2_moe", "tp=2,ep=2,replicas=2,dispatch=gather"),
+    ("qwen2_moe", "attn_dp=2,ep=2,redundant_experts=2,replicas=2"),
+    *long(
+        ("glm4_moe", "attn_dp=2,tp=2,ep=4,dispatch=a2a"),
+        ("deepseek_v3_moe", "attn_dp=2,pp=2,ep=2,redundant_experts=3,dispatch=a2a"),
+        ("gpt_oss", "cp=2,tp=2,ep=2"),
+        ("mixtral", "attn_dp=2,tp=2,moe_dp=2,ep=2,lm_head=stage"),
+        ("deepseek_v2_moe", "tp=2,ep=2,dispatch=gather"),
+    ),
 ]
+"""The short ones have every axis once: tp, pp, sp, cp, dcp, attn_dp, ep, replicas."""
 PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
 
 
@@ -54,6 +51,7 @@ def test_logprobs_of_models_with_experts_equal_transformers(family: str, layout:
         check_answers(server, model)
 
 
+@pytest.mark.long
 def test_experts_move_while_they_answer_and_metrics_tell() -> None:
     model, layout = tiny("qwen3_moe"), "attn_dp=2,tp=2,ep=2,redundant_experts=2"
     options = ("--layout", layout, "--dtype", "float32", "--rebalance-every", "8", "--rebalance-skew", "0.9")

@@ -17,6 +17,8 @@ from tests.ray.server import Server, serving, wait_until
 from tests.ray.streaming import Stream, body
 from tests.support.models.tiny_models import tiny
 
+pytestmark = pytest.mark.long
+
 LONG = 30_000
 QUESTION = body([5, 9, 42], 8)
 SOON_S = 10

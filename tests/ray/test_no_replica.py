@@ -12,6 +12,8 @@ from tests.ray.server import serving, wait_until
 from tests.ray.streaming import body
 from tests.support.models.tiny_models import tiny
 
+pytestmark = pytest.mark.long
+
 WAIT_S = 3.0
 LATE_S = 3.0
 QUESTION = body([5, 9, 42], 8)

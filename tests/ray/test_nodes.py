@@ -90,6 +90,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_stages_sit_on_two_nodes_and_status_says_so(tmp_path: Path) -> None:
     mine = {"XDG_RUNTIME_DIR": str(tmp_path)}  # where a command finds the cluster of another
     folder = str(tiny("llama3").folder)
@@ -142,6 +143,7 @@ def test_what_cannot_be_placed_is_refused_before_anything_starts() -> None:
     assert "as in 2x4" in wrong.stderr
 
 
+@pytest.mark.long
 def test_impossible_is_told_at_once_and_busy_waits() -> None:
     done = run("-c", RESERVE.format(folder=str(tiny("llama3").folder)), command=(sys.executable,), timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -159,6 +161,7 @@ def test_impossible_is_told_at_once_and_busy_waits() -> None:
     assert told["freed"] == ["(0, 1)"]
 
 
+@pytest.mark.long
 def test_engines_that_start_together_do_not_meet() -> None:
     """Four pipelines over the same two nodes at the same instant, twice: each store is its own, no port was guessed."""
     options = ["--layout", "pp=2,replicas=4", "--dtype", "float32", "--nodes", "2x4", "--threads", "1", "--kv-bytes", "64MiB"]
@@ -175,6 +178,7 @@ def test_engines_that_start_together_do_not_meet() -> None:
         assert server.ranks() == again, "no second try"
 
 
+@pytest.mark.long
 def test_serve_waits_for_a_busy_cluster_and_tells_which_slow_link_the_layout_crosses(tmp_path: Path) -> None:
     """Two racks, on a cluster that is there before the command and after it; somebody else has one slot."""
     model = str(tiny("llama3").folder)

@@ -13,6 +13,8 @@ from tests.ray.server import serving
 from tests.ray.streaming import Stream, body
 from tests.support.models.tiny_models import tiny
 
+pytestmark = pytest.mark.long
+
 WAYS = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 1},

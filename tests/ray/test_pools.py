@@ -19,16 +19,13 @@ import pytest
 from actors.kv_transfer.nixl_transport import is_installed
 from tests.ray.server import Server, run, serving, wait_until
 from tests.ray.streaming import Stream, body
+from tests.support.long_cases import long
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 
 PAIRS = [
     ("tp=2", "pp=2"),
-    pytest.param("pp=2", "tp=3", marks=pytest.mark.long),
-    pytest.param("cp=2", "tp=2", marks=pytest.mark.long),
-    pytest.param("tp=3", "cp=2", marks=pytest.mark.long),
-    pytest.param("attn_dp=2", "tp=2,tp_shares=2/1", marks=pytest.mark.long),
-    ("*2", "pp=3,stage_layers=12/9/9"),
+    *long(("cp=2", "tp=2"), ("attn_dp=2", "tp=2,tp_shares=2/1"), ("*2", "pp=3,stage_layers=12/9/9")),
 ]
 ROLES = ("prefill", "decode")
 STORY = " ".join(f"Item {number} costs {number * 7} dollars." for number in range(60))
@@ -142,6 +139,7 @@ def of_role(server: Server, role: str, name: str) -> float:
     return sum(values[name] for values in server.gauges().values() if f"role:role={role}" in values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["rank", "replica"])
 def test_a_prefill_side_that_is_killed_costs_time_only(server: Server, victim: str) -> None:
     """Rank or replica, in the middle of a prompt; it is there again later, and is used."""

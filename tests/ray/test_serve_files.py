@@ -71,6 +71,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pools", [("layout=tp=2",), ("prefill=tp=2*1", "decode=pp=2")])
 def test_serve_run_takes_strings(head: Head, tmp_path: Path, pools: tuple[str, ...]) -> None:
     if len(pools) > 1 and not is_installed():
@@ -91,12 +92,14 @@ def test_serve_run_takes_strings(head: Head, tmp_path: Path, pools: tuple[str, .
         process.wait(60)
 
 
+@pytest.mark.long
 def test_serve_run_refuses_an_argument_that_does_not_exist(head: Head) -> None:
     done = head.run("serve", "run", f"--address={head.address}", "serve_app.app:build", "modle=x")
     assert done.returncode != 0
     assert "modle" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_serve_file_deploys(head: Head, tmp_path: Path) -> None:
     config, port = yaml.safe_load(EXAMPLE.read_text()), 8000
     config["applications"][0]["args"] |= {"model": str(tiny("llama3").folder), "layout": "replicas=2", "dtype": "float32"}

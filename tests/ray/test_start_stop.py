@@ -5,9 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.ray.server import END_S, READY_S, all_gone, finish, kill, ready, start, wait_until
 from tests.ray.streaming import body
 from tests.support.models.tiny_models import tiny
+
+pytestmark = pytest.mark.long
 
 SERVE = ["--dtype", "float32"]
 

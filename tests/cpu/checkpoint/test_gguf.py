@@ -149,6 +149,7 @@ def test_one_part_of_a_split_file_says_how_to_join_it(tmp_path):
         load_rank(path, SPEC, Layout(), 0)
 
 
+@pytest.mark.long
 def test_the_real_model_is_the_same_under_one_rank_and_three_and_in_transformers(smollm2):
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -22,6 +22,7 @@ from placement.layout.mesh import coords_of
 from placement.model.spec import ModelSpec
 from placement.ownership.shards import parameters, shard, weight_elements
 from placement.ownership.weight_slices import WeightSlice
+from tests.support.long_cases import long
 from tests.support.models.checkpoint_checks import llama_spec
 
 torch.set_num_threads(1)
@@ -114,7 +115,7 @@ def growth_while_loading(path: Path, spec: ModelSpec, layout: Layout) -> int:
     return peak - before
 
 
-@pytest.mark.parametrize("write", [write_safetensors, write_gguf])
+@pytest.mark.parametrize("write", [write_safetensors, *long(write_gguf)])
 def test_a_rank_needs_its_own_bytes_and_little_more(tmp_path, write):
     if not Path("/proc/self/status").exists():
         pytest.skip("this system has no /proc, where resident memory is read")

@@ -13,6 +13,7 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams
 from placement.layout.layout import Layout
 from tests.support.inprocess import in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 
 ROOMY = EngineConfig(block_size=4, num_blocks=400, max_model_len=96, max_batch_tokens=64, max_sequences=16)
@@ -52,9 +53,10 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
 @pytest.mark.parametrize(
     ("layout", "depth"),
     [
-        *(("", 1), ("", None), ("", 4), ("pp=2", None), ("pp=2", 1), ("pp=3", None), ("tp=2,pp=2", None)),
-        *(("tp=2,pp=2,sp=true", 5), ("cp=2", None), ("cp=2,tp=2", None), ("tp=4,dcp=2", None)),
-        *(("attn_dp=2", None), ("attn_dp=2,tp=2,pp=2", None), ("attn_dp=3,cp=2", 3)),
+        *(("", 1), ("pp=2", None), ("attn_dp=2,tp=2,pp=2", None)),
+        *long(
+            ("", 4), ("pp=3", None), ("tp=2,pp=2,sp=true", 5), ("cp=2,tp=2", None), ("tp=4,dcp=2", None), ("attn_dp=3,cp=2", 3)
+        ),
     ],
 )
 def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None:

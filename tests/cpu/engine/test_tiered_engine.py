@@ -19,6 +19,7 @@ from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
 from placement.layout.layout import Layout
 from tests.support.inprocess import InProcess, in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 BLOCK = 4
@@ -71,12 +72,9 @@ def prompts(seed: int, count: int, length: int = 41) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("llama3", ""),
         ("llama3", "tp=3"),
-        ("llama3", "pp=2,cp=2"),
-        ("llama3", "tp=4,dcp=2"),
         ("llama3", "attn_dp=2"),
-        ("deepseek_v3_moe", "tp=2"),
+        *long(("llama3", "pp=2,cp=2"), ("llama3", "tp=4,dcp=2"), ("deepseek_v3_moe", "tp=2")),
     ],
 )
 def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout: str) -> None:

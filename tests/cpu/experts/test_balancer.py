@@ -22,6 +22,7 @@ from placement.experts.rebalancer import Costs, Decision, Rebalancer, Watch, pre
 from placement.layout.layout import Layout
 from tests.support.expert_loads import shuffled
 from tests.support.inprocess import in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 
 
@@ -45,12 +46,14 @@ class Shuffler:
 @pytest.mark.parametrize(
     ("family", "layout", "steps"),
     [
-        ("mixtral", "attn_dp=2,ep=2,redundant_experts=1", 2000),
         ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2", 120),
-        ("gpt_oss", "tp=4,ep=2", 120),
         ("mixtral_one", "attn_dp=2,ep=2,pp=2,dispatch=a2a", 120),
-        ("glm4_moe", "attn_dp=2,tp=2,ep=4,pp=2,dispatch=a2a", 120),
-        ("mixtral", "cp=2,tp=2,moe_dp=2,ep=2,dispatch=gather", 120),
+        *long(
+            ("mixtral", "attn_dp=2,ep=2,redundant_experts=1", 2000),
+            ("gpt_oss", "tp=4,ep=2", 120),
+            ("glm4_moe", "attn_dp=2,tp=2,ep=4,pp=2,dispatch=a2a", 120),
+            ("mixtral", "cp=2,tp=2,moe_dp=2,ep=2,dispatch=gather", 120),
+        ),
     ],
 )
 def test_experts_that_move_every_twenty_steps_change_no_token(
@@ -88,6 +91,7 @@ def test_experts_that_move_every_twenty_steps_change_no_token(
     assert balancer.map.experts != (balancing.experts.experts[0],) * len(balancing.layers)
 
 
+@pytest.mark.long
 def test_a_skewed_router_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert gets two fifths of all (token, expert) pairs: 0.8 of the tokens, of two experts each."""
     hot, right = 11, Router.choose

@@ -8,6 +8,7 @@ import torch
 from actors.groups.solo import SoloGroup
 from actors.model.moe.dispatch import AllToAllDispatcher
 from placement.cost.expert_dispatch import distinct_ranks
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 from tests.support.verifying import verify
 
@@ -23,6 +24,10 @@ LAYOUTS = [
     ("glm4_moe", "tp=6,moe_dp=3,ep=2,dcp=3"),
     ("glm4_moe", "tp=2,moe_dp=2,sp=true"),
 ]
+WAYS = ("gather", "a2a")
+CASES = [(*case, WAYS[at % 2]) for at, case in enumerate(LAYOUTS)]
+MORE = [(*case, WAYS[(at + 1) % 2]) for at, case in enumerate(LAYOUTS)]
+"""The other way of each layout."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +35,7 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("placement.layout.sequence_parallel.TOKENS_PER_RANK", 2)
 
 
-@pytest.mark.parametrize("dispatch", ["gather", "a2a"])
-@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("family", "layout", "dispatch"), [*CASES, *long(*MORE)])
 def test_dispatched_tokens_are_rounding(family: str, layout: str, dispatch: str) -> None:
     report = verify(tiny(family), f"{layout},dispatch={dispatch}", kinds=["prefill", "chunked", "mixed"])
     assert report.verdict == "rounding", report

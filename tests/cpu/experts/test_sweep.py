@@ -14,10 +14,10 @@ import torch
 from actors.verify.cases import KINDS
 from placement.layout import sequence_parallel
 from tests.support.layout_draws import draw_layout
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 from tests.support.verifying import verify
 
-DRAWS = 308
 WITH_EXPERTS = (
     "mixtral",
     "mixtral_one",
@@ -36,12 +36,13 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
 
 
+@pytest.mark.parametrize("draws", [range(3), *long(range(3, 35))], ids=str)
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_random_expert_layouts_of(family: str) -> None:
-    draw = random.Random(zlib.crc32(family.encode()) + 1)
+def test_random_expert_layouts_of(family: str, draws: range) -> None:
+    draw = random.Random(zlib.crc32(f"{family} {draws}".encode()))
     model, wrong = tiny(family, num_hidden_layers=2), []
     assert model.spec.moe is not None
-    for number in range(-(-DRAWS // len(WITH_EXPERTS))):
+    for number in draws:
         layout = draw_layout(draw, model.spec)
         while layout.stage_ranks == 1:
             layout = draw_layout(draw, model.spec)

@@ -20,6 +20,7 @@ from placement.layout.mesh import coords_of, groups, talking_axes
 from placement.legality.check import check
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_traffic_counters import Counted, blocks_of, counted, start
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
@@ -39,6 +40,10 @@ LAYOUTS = [
     ("qwen2_moe", "attn_dp=3,tp=2,ep=6,lm_head=stage"),
     ("glm4_moe", "attn_dp=2,cp=2,tp=2,pp=2,ep=4,lm_head=stage"),
 ]
+WAYS = ("gather", "a2a")
+CASES = [(*case, WAYS[at % 2]) for at, case in enumerate(LAYOUTS)]
+MORE = [(*case, WAYS[(at + 1) % 2]) for at, case in enumerate(LAYOUTS)]
+"""The other way of each layout."""
 STEPS = [
     (RowShape(9), RowShape(11, choosing=None)),
     (RowShape(1, 9), RowShape(6, 11, choosing=None), RowShape(2)),
@@ -71,8 +76,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("dispatch", ["gather", "a2a"])
-@pytest.mark.parametrize(("family", "text"), LAYOUTS)
+@pytest.mark.parametrize(("family", "text", "dispatch"), [*CASES, *long(*MORE)])
 def test_the_counters_are_the_traffic(family: str, text: str, dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
     routed: dict[str, list[Routed]] = defaultdict(list)

@@ -17,6 +17,7 @@ from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from tests.support.inprocess import in_process
 from tests.support.kv.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
 from tests.support.kv.pools import pools
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 from tests.support.waiting import wait_until
 
@@ -55,7 +56,7 @@ def expected() -> dict[int, list[int]]:
         return {number: replica.finish(events).tokens for number, events in waiting.items()}
 
 
-@pytest.mark.parametrize(("prefill", "decode", "count"), [("tp=2", "pp=2", 500), ("", "tp=2", 200)])
+@pytest.mark.parametrize(("prefill", "decode", "count"), [("", "tp=2", 200), *long(("tp=2", "pp=2", 500))])
 def test_faults_at_every_state(expected: dict[int, list[int]], prefill: str, decode: str, count: int) -> None:
     faults = [FAULTS[number % len(FAULTS)] for number in range(count)]
     random.Random(count).shuffle(faults)

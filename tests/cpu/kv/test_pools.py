@@ -22,6 +22,7 @@ from tests.cpu.engine.test_tiered_engine import answers, prompts, request, tiere
 from tests.support.inprocess import in_process
 from tests.support.kv.handoff_cases import kept
 from tests.support.kv.pools import pools
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
@@ -83,7 +84,9 @@ def alone(name: str) -> dict[str, TokenEvent]:
         return {f"r{length}": replica.run(greedy(length)) for length in LENGTHS}
 
 
-@pytest.mark.parametrize(("at", "prefill", "decode"), PAIRS, ids=[f"{one} to {other}" for _, one, other in PAIRS])
+@pytest.mark.parametrize(
+    ("at", "prefill", "decode"), [*PAIRS[:11], *long(*PAIRS[11:])], ids=[f"{one} to {other}" for _, one, other in PAIRS]
+)
 def test_tokens_equal_those_of_one_rank(at: int, prefill: str, decode: str) -> None:
     name, (page, other_page) = family_for(at, prefill, decode), PAGES[at % 3]
     spec = model_of(name).spec
@@ -108,8 +111,9 @@ def test_pairs_are_as_many_as_they_should_be() -> None:
     assert {PAGES[at % 3] for at, *_ in PAIRS} == set(PAGES)
 
 
-@pytest.mark.parametrize("name", ["gqa", "one head", "mla"])
-@pytest.mark.parametrize("pages", [(4, 16), (16, 4)])
+@pytest.mark.parametrize(
+    ("name", "pages"), [("gqa", (4, 16)), *long(("one head", (4, 16)), ("one head", (16, 4)), ("mla", (16, 4)))], ids=str
+)
 def test_heads_replicated_beyond_their_number_and_unlike_pages(name: str, pages: tuple[int, int]) -> None:
     """Two KV heads, one, or latents, under a tp of 1, 2 and 4 on either side."""
     lengths, layouts = (1, 4, 5, 33), ("", "tp=2", "tp=4")
@@ -163,7 +167,7 @@ def test_a_model_with_experts(prefill: str, decode: str) -> None:
         assert both.decode.engine.stats().handoffs.received == len(LENGTHS)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("attn_dp=2", "tp=3"), ("pp=3", "cp=2")])
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), *long(("attn_dp=2", "tp=3"), ("pp=3", "cp=2"))])
 def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, decode: str) -> None:
     """A prompt's front comes from the tiers of the prefill side, the rest is computed, and all of it is handed off. What
     preemptions on the decode side lose comes back from its own."""
@@ -193,7 +197,7 @@ def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
     assert (found.tokens, found.finish) == ([first], "stop" if max_tokens > 1 else "length")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("cp=2", "attn_dp=2"), ("pp=2", "tp=3")])
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), *long(("cp=2", "attn_dp=2"))])
 def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
     """Many at once, with aborts, preemptions on the decode side and prefixes that both sides share."""
     model, work = tiny("llama3"), requests(60, seed=11)

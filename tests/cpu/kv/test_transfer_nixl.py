@@ -15,6 +15,7 @@ import torch
 from actors.kv_transfer.nixl_transport import NixlTransport, is_installed, nixl_version
 from actors.kv_transfer.transport import Ranges, TransferError
 from tests.support.kv.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
+from tests.support.long_cases import long
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 
@@ -26,7 +27,7 @@ def _receive(pipe: Connection) -> object:
     return pipe.recv()
 
 
-@pytest.fixture(scope="module", params=[0, 1 << 20], ids=["pages", "staged"])
+@pytest.fixture(scope="module", params=[0, *long(1 << 20)], ids=["pages", "staged"])
 def results(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[object, object]]]:
     """Of every case: what the readers found, and what the writers counted. One pair of processes runs them all."""
     spawn, names = multiprocessing.get_context("spawn"), list(OVER_NIXL)
@@ -142,6 +143,7 @@ def _write_twice(pipe: Connection) -> None:
         pipe.send((str(error), time.monotonic() - began))
 
 
+@pytest.mark.long
 def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
     """It may never answer; the writer goes on with others, lets go of it and ends. (When to:
     `actors.kv_transfer.prompt_sender`.)"""
@@ -191,6 +193,7 @@ def _is_written(transport: NixlTransport, peer: str, patience_s: float) -> bool:
     return done
 
 
+@pytest.mark.long
 def test_a_description_of_nonsense_is_refused() -> None:
     result = _result_of(_connect_to_nonsense)
     assert "a description of 3 bytes is not one of a NIXL peer" in str(result)

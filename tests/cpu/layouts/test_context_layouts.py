@@ -13,6 +13,7 @@ from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.support.inprocess import in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_decoder import Schedule, chunked, mixed, whole
 from tests.support.models.tiny_models import TinyModel, tiny
 from tests.support.plan_driver import driver
@@ -70,7 +71,7 @@ def test_windows_caps_and_norms(family: str, text: str) -> None:
     check_layout(tiny(family), text, reference(family), SEQUENCES, SCHEDULES[1:])
 
 
-@pytest.mark.parametrize("text", ["cp=3", "cp=2,cp_style=allgather", "tp=8,dcp=2", "cp=2,tp=3,pp=2"])
+@pytest.mark.parametrize("text", ["cp=3", "cp=2,cp_style=allgather", *long("tp=8,dcp=2", "cp=2,tp=3,pp=2")])
 def test_layers_of_unlike_heads(text: str) -> None:
     """Keys and values of unlike size; on 8 ranks a KV head is on 4 in the one kind of layer and on 2 in the other."""
     check_layout(tiny("mimo_v2"), text, reference("mimo_v2"), SEQUENCES, SCHEDULES)
@@ -85,7 +86,7 @@ def test_other_heads(q_heads: int, kv_heads: int, text: str) -> None:
     check_layout(model, text, expected, SEQUENCES, SCHEDULES[1:])
 
 
-@pytest.mark.parametrize("rope", ["yarn", "linear", "llama3"])
+@pytest.mark.parametrize("rope", ["yarn", *long("linear", "llama3")])
 def test_scaled_ropes_see_true_positions(rope: str) -> None:
     """Field report B07: original length 32, every split and chunk size."""
     model, sequences = tiny("llama2", rope=rope, num_hidden_layers=1), sequences_of(20, 33, 64, 100)
@@ -105,7 +106,7 @@ def test_fewer_kv_heads_than_context_ranks(kv_heads: int, text: str) -> None:
     check_layout(model, text, expected, SEQUENCES, SCHEDULES[1:])
 
 
-@pytest.mark.parametrize("text", ["cp=3", "cp=2,tp=4,dcp=2,cp_style=allgather"])
+@pytest.mark.parametrize("text", ["cp=3", *long("cp=2,tp=4,dcp=2,cp_style=allgather")])
 def test_the_same_layout_twice_gives_the_same_bits(text: str) -> None:
     runs = []
     for _ in range(2):
@@ -147,7 +148,7 @@ def assert_equal(found: TokenEvent, expected: TokenEvent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "chunk"), [("cp=2", 1024), ("cp=3,cp_style=allgather", 1024), ("tp=4,dcp=2", 7), ("cp=2,tp=4,dcp=2", 16)]
+    ("text", "chunk"), [("cp=2", 1024), ("tp=4,dcp=2", 7), *long(("cp=3,cp_style=allgather", 1024), ("cp=2,tp=4,dcp=2", 16))]
 )
 def test_prefix_hits_are_found_wherever_they_lie(text: str, chunk: int) -> None:
     """Hits longer and shorter than what follows, so that both keys and queries are exchanged, and inside a window."""
@@ -177,7 +178,7 @@ def test_a_context_of_every_owners_pages_fits(text: str) -> None:
         assert_equal(found, alone.run(greedy(prompt, "long", tokens=100)))
 
 
-@pytest.mark.parametrize("text", ["cp=3", "tp=4,dcp=2"])
+@pytest.mark.parametrize("text", ["cp=3", *long("tp=4,dcp=2")])
 def test_chunks_longer_and_shorter_than_a_window(text: str) -> None:
     """Field report B08: windows of 8, then decode until they have slid past the prompt."""
     model, prompts = tiny("qwen2_alternating"), sequences_of(7, 8, 9, 17, 40)

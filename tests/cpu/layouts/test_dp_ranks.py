@@ -17,6 +17,7 @@ from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
 from tests.cpu.engine.test_mixed_load import requests
 from tests.support.inprocess import in_process, rank_config
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 from tests.support.verifying import verify
 
@@ -53,7 +54,7 @@ def test_one_request_in_one_dp_rank_of_four_is_answered_while_the_others_idle(fa
         ranks.close()
 
 
-@pytest.mark.parametrize("layout", ["attn_dp=2", "attn_dp=3,tp=2,pp=2", "attn_dp=2,cp=2,tp=4,dcp=2"])
+@pytest.mark.parametrize("layout", ["attn_dp=2", "attn_dp=3,tp=2,pp=2", *long("attn_dp=2,cp=2,tp=4,dcp=2")])
 def test_dp_ranks_are_rounding(layout: str) -> None:
     assert verify(tiny("llama2"), layout).verdict == "rounding"
 
@@ -84,7 +85,7 @@ def test_a_dp_rank_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("llama3", "attn_dp=4"), ("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), ("llama3", "attn_dp=4,lm_head=stage")],
+    [("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), *long(("llama3", "attn_dp=4,lm_head=stage"))],
 )
 def test_five_hundred_requests_over_four_dp_ranks_with_aborts_equal_one_rank(family: str, layout: str) -> None:
     model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]

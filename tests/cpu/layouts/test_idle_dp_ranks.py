@@ -10,14 +10,13 @@ import pytest
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.support.inprocess import InProcess, in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
     "attn_dp=2,ep=2,dispatch=gather",
     "attn_dp=2,ep=2,dispatch=a2a",
-    "attn_dp=2,ep=2,pp=2",
-    "attn_dp=2,tp=2,ep=2,redundant_experts=3,dispatch=a2a",
-    "attn_dp=2,tp=2,ep=4,pp=2",
+    *long("attn_dp=2,tp=2,ep=2,redundant_experts=3,dispatch=a2a", "attn_dp=2,tp=2,ep=4,pp=2"),
     "attn_dp=2,tp=2,ep=2,pp=2,lm_head=stage",
 ]
 CONFIG = EngineConfig(block_size=4, num_blocks=60, max_model_len=160, max_batch_tokens=32, max_sequences=8)

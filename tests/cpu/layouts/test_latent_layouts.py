@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor
 
 from placement.layout.layout import Layout
+from tests.support.long_cases import long
 from tests.support.models.tiny_decoder import Schedule, chunked, mixed, run, whole
 from tests.support.models.tiny_models import tiny
 from tests.support.plan_driver import driver
 
 torch.set_num_threads(1)
 
-FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe"]
+DENSE = ["deepseek_v2", "deepseek_v3"]
+WHOLE = ["deepseek_v2_moe", "deepseek_v3_moe"]
 """6 query heads; V2 without q_lora_rank, V3 with it and with yarn; each with dense layers only, and whole. The naive form
 begins at 13 tokens, at fewer behind few."""
 
@@ -48,22 +51,29 @@ def one_rank(family: str) -> list[Tensor]:
         return one.play(SEQUENCES, whole(SEQUENCES))
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 5}, {"pp": 3}, {"tp": 4, "pp": 2}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *product([*DENSE, *WHOLE], [{"tp": 3}, {"tp": 4, "pp": 2}]),
+        *long(*product(DENSE, [{"tp": 2}, {"tp": 4}, {"tp": 5}, {"pp": 3}])),
+    ],
+    ids=str,
+)
 def test_heads_on_any_number_of_ranks(family: str, sizes: dict[str, int]) -> None:
     for schedule in SCHEDULES:
         for logits, right in zip(run(tiny(family), Layout(**sizes), SEQUENCES, schedule), reference(family), strict=True):
             torch.testing.assert_close(logits, right, atol=1e-4, rtol=1e-4)
 
 
+FEW = ["cp=2", "tp=4,dcp=2", "cp=2,tp=3,pp=2"]
+MORE = ["cp=4", "cp=3,cp_style=allgather", "tp=2,dcp=2", "tp=6,dcp=3", "tp=5,dcp=5"]
+MORE += ["cp=2,tp=4,dcp=4", "cp=2,tp=2,sp=true,cp_style=allgather", "cp=2,tp=2,dcp=2,cp_style=allgather"]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("cp=2", "cp=4", "cp=3,cp_style=allgather", "tp=2,dcp=2", "tp=6,dcp=3", "tp=5,dcp=5", "tp=4,dcp=2"),
-        *("cp=2,tp=4,dcp=4", "cp=2,tp=3,pp=2", "cp=2,tp=2,sp=true,cp_style=allgather", "cp=2,tp=2,dcp=2,cp_style=allgather"),
-    ],
+    ("family", "text"),
+    [*product(["deepseek_v3"], FEW), *long(*product(DENSE, MORE), *product(["deepseek_v2"], FEW), *product(WHOLE, MORE[-3:]))],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_latents_on_any_number_of_ranks(family: str, text: str) -> None:
     expected = one_rank(family)
     with driver(tiny(family), Layout.parse(text)) as ranks:
@@ -73,7 +83,7 @@ def test_latents_on_any_number_of_ranks(family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["cp=2", "cp=2,cp_style=allgather", "cp=2,tp=3,dcp=3"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_few_queries_go_to_many_latents(family: str, text: str) -> None:
     """Four new tokens, split over the cp ranks, behind 60."""
     [tokens] = sequences_of(64)

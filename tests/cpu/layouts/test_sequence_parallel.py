@@ -17,12 +17,13 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 from placement.ownership.shards import shard
 from tests.cpu.layouts.test_dense_layouts import SCHEDULE, SEQUENCES
+from tests.support.long_cases import long
 from tests.support.models.tiny_decoder import batch_of, fill, run
 from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
 
-LAYOUTS = [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 4, "pp": 3}]
+LAYOUTS = [{"tp": 3}, *long({"tp": 2, "pp": 2}), {"tp": 4, "pp": 3}]
 
 
 @pytest.mark.parametrize("scatter_from", [0, 12], ids=["every step", "long steps"])

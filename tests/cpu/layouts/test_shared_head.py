@@ -13,6 +13,7 @@ from actors.rank.head import StageHead
 from actors.wire.requests import GenerateRequest, SamplingParams
 from tests.cpu.layouts.test_idle_dp_ranks import CONFIG
 from tests.support.inprocess import in_process
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
 from tests.support.verifying import verify
 
@@ -24,7 +25,7 @@ torch.set_num_threads(1)
     [
         ("llama2", "attn_dp=2,lm_head=stage"),
         ("llama2", "attn_dp=3,tp=2,pp=2,sp=true,lm_head=stage"),
-        ("mixtral", "attn_dp=2,cp=2,tp=2,ep=2,lm_head=stage"),
+        *long(("mixtral", "attn_dp=2,cp=2,tp=2,ep=2,lm_head=stage")),
         ("glm4_moe", "attn_dp=4,ep=4,pp=2,lm_head=stage"),
         ("gemma2", "attn_dp=2,tp=2,pp=2,tp_shares=2/1,lm_head=stage"),
     ],

@@ -47,6 +47,7 @@ def random_texts(count):
         yield "".join(piece for piece in pieces if unicodedata.category(piece) != "Cs")
 
 
+@pytest.mark.long
 def test_tokens_and_texts_are_the_same(both):
     files, theirs = both
     for text in [*TEXTS, *random_texts(500)]:

@@ -299,9 +299,10 @@ def test_latents_that_are_not_what_they_should_be(bug: Callable[[Parts], None], 
     assert all(case.verdict == "fault" for case in report.cases)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize("layout", ["tp=2,pp=2", "cp=2,tp=3,dcp=3", "tp=5,dcp=5", "tp=3,sp=true"])
-def test_latents_as_they_should_be(layout: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"), [("deepseek_v2", "tp=2,pp=2"), ("deepseek_v3", "cp=2,tp=3,dcp=3"), ("deepseek_v2", "tp=3,sp=true")]
+)
+def test_latents_as_they_should_be(family: str, layout: str) -> None:
     assert verify(tiny(family), layout).verdict == "rounding"
 
 

@@ -20,6 +20,7 @@ from placement.layout.layout import Layout
 from placement.legality import rules
 from tests.support.inprocess import rank_config
 from tests.support.layout_draws import draw_layout
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 from tests.support.verifying import random_prompts, verify
 
@@ -55,7 +56,7 @@ def verify_processes(workers: Workers, layout: str) -> Report:
     return Verification(config, random_prompts(model(), (21, 6)), 2, kinds, start=workers.start).run()
 
 
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("layout", [*BY_HAND, *long(*layouts()[len(BY_HAND) :])])
 def test_a_layout_of_processes_is_rounding(workers: Workers, layout: str) -> None:
     assert not rules.broken(Layout.parse(layout), model().spec, None)
     report = verify_processes(workers, layout)

@@ -1,4 +1,4 @@
-"""Three hundred random (tiny model, layout, prompts, cases), ranks as threads: every one is rounding.
+"""Some three hundred random (tiny model, layout, prompts, cases), ranks as threads: every one is rounding.
 
 A failure prints what draws it again.
 """
@@ -14,10 +14,10 @@ import torch
 from actors.verify.cases import KINDS
 from placement.layout import sequence_parallel
 from tests.support.layout_draws import draw_layout
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import FAMILIES, TinyModel, tiny
 from tests.support.verifying import verify
 
-DRAWS = 304
 SHAPES = (
     {},
     {"num_key_value_heads": 1},
@@ -45,11 +45,12 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
 
 
+@pytest.mark.parametrize("draws", [range(2), *long(range(2, 12))], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_layouts_of(family: str) -> None:
-    draw = random.Random(zlib.crc32(family.encode()))
+def test_random_layouts_of(family: str, draws: range) -> None:
+    draw = random.Random(zlib.crc32(f"{family} {draws}".encode()))
     wrong = []
-    for number in range(-(-DRAWS // len(FAMILIES))):
+    for number in draws:
         model = small(family, draw.randrange(len(SHAPES)) if number % 4 == 0 else 0)
         layout = draw_layout(draw, model.spec)
         lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 3))]
