@@ -53,9 +53,16 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
 @pytest.mark.parametrize(
     ("layout", "depth"),
     [
-        *(("", 1), ("pp=2", None), ("attn_dp=2,tp=2,pp=2", None)),
+        ("pp=2", None),
+        ("attn_dp=2,tp=2,pp=2", None),
         *long(
-            ("", 4), ("pp=3", None), ("tp=2,pp=2,sp=true", 5), ("cp=2,tp=2", None), ("tp=4,dcp=2", None), ("attn_dp=3,cp=2", 3)
+            ("", 1),
+            ("", 4),
+            ("pp=3", None),
+            ("tp=2,pp=2,sp=true", 5),
+            ("cp=2,tp=2", None),
+            ("tp=4,dcp=2", None),
+            ("attn_dp=3,cp=2", 3),
         ),
     ],
 )

@@ -131,6 +131,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
         assert stats.tier_found_tokens == 0
 
 
+@pytest.mark.long
 def test_cancelled_while_their_blocks_are_fetched(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(4, 30)
     expected = answers(model, texts)

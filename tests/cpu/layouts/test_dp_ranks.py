@@ -83,9 +83,10 @@ def test_a_dp_rank_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.M
     assert verify(tiny("llama2"), "tp=2", [19, 9], kinds=["decode"]).verdict == "rounding"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), *long(("llama3", "attn_dp=4,lm_head=stage"))],
+    [("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), ("llama3", "attn_dp=4,lm_head=stage")],
 )
 def test_five_hundred_requests_over_four_dp_ranks_with_aborts_equal_one_rank(family: str, layout: str) -> None:
     model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]

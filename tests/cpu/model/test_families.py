@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from placement.layout.layout import Layout
+from tests.support.long_cases import long
 from tests.support.models.tiny_decoder import SHUFFLED, Pages, Schedule, chunked, mixed, run, whole
 from tests.support.models.tiny_models import FAMILIES, TinyModel, tiny
 
@@ -41,7 +42,7 @@ def test_chunks_and_decode_steps_equal_transformers(family: str, size: int) -> N
     check(tiny(family), sequences, chunked(sequences, size, decode=6))
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("consecutive", [False, *long(True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batches_equal_transformers(family: str, consecutive: bool) -> None:
     sequences = sequences_of(1, 5, 17, 40, 29)

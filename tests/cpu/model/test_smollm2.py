@@ -19,6 +19,7 @@ from tests.support.inprocess import in_process, whole_decoder
 from tests.support.models.smollm2 import QUESTIONS, smollm2, smollm2_file
 from tests.support.models.tiny_models import TinyModel
 
+pytestmark = pytest.mark.long
 CONFIG = EngineConfig(num_blocks=400, max_model_len=256, max_sequences=20)
 NEW_TOKENS = 24
 
@@ -51,7 +52,6 @@ def test_logits_in_fp32(prompts: list[list[int]]) -> None:
     torch.testing.assert_close(found, model.logits(prompts[0]), atol=2e-4, rtol=0)
 
 
-@pytest.mark.long
 def test_logits_in_bf16(prompts: list[list[int]]) -> None:
     """Our bf16 error against fp32 is at most twice that of transformers' own bf16, plus 1e-2."""
     model = smollm2()
@@ -70,13 +70,11 @@ def test_logits_in_bf16(prompts: list[list[int]]) -> None:
 SPLIT = ["tp=5", "pp=3", "cp=3,tp=2", "tp=6,dcp=2", "tp=2,pp=2,cp=2", "tp=3,sp=true"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", SPLIT)
 def test_greedy_text_under_a_layout(prompts: list[list[int]], layout: str) -> None:
     check_greedy_text(prompts[:3], layout, 12)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", ["", "tp=3"])
 def test_greedy_text_of_twenty_prompts(prompts: list[list[int]], layout: str) -> None:
     check_greedy_text(prompts, layout, NEW_TOKENS)

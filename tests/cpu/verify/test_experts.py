@@ -136,6 +136,7 @@ def test_a_bug_on_one_rank_is_a_fault_of_its_layer(family: str, layout: str, pla
     assert report.departs.layer == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "layout", "plant"),
     [

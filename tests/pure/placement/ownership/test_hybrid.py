@@ -96,7 +96,7 @@ def test_the_sizes_of_mimo_v2_flash(spec: ModelSpec) -> None:
 
 def test_a_token_takes_what_its_layers_keep(spec: ModelSpec) -> None:
     assert kv_bytes_per_token(spec, whole_model(spec)) == (9 * 4 + 39 * 8) * (192 + 128) * 2
-    for text in ("tp=8", "tp=3", "tp=4,pp=4", "tp=16"):
+    for text in ("tp=3", "tp=4,pp=4", "tp=16"):
         layout = Layout.parse(text)
         for memory in rank_memories(spec, layout):
             own = shard(spec, layout, coords_of(layout, memory.world_rank))
