@@ -23,9 +23,11 @@ from tests.support.long_cases import long
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 
+NEEDS_PREFILL = ("cp=2", "tp=2")
+"""Here it is also seen what becomes of requests while the prefill pool is gone."""
 PAIRS = [
     ("tp=2", "pp=2"),
-    *long(("cp=2", "tp=2"), ("attn_dp=2", "tp=2,tp_shares=2/1"), ("*2", "pp=3,stage_layers=12/9/9")),
+    *long(NEEDS_PREFILL, ("attn_dp=2", "tp=2,tp_shares=2/1"), ("*2", "pp=3,stage_layers=12/9/9")),
 ]
 ROLES = ("prefill", "decode")
 STORY = " ".join(f"Item {number} costs {number * 7} dollars." for number in range(60))
@@ -48,7 +50,7 @@ def expected() -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_tokens_equal_those_of_one_rank(expected: list[dict[str, object]], prefill: str, decode: str) -> None:
-    required = ["--require-prefill"] if (prefill, decode) == PAIRS[0] else []
+    required = ["--require-prefill"] if (prefill, decode) == NEEDS_PREFILL else []
     with serving("--prefill", prefill, "--decode", decode, "--dtype", "float32", "--threads", "1", *required) as server:
         assert (server.gauge("handoff_sent"), server.gauge("handoff_received")) == (1, 1)  # tried before it was ready
         before = server.gauge("handoff_sent_bytes")

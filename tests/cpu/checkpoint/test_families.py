@@ -61,7 +61,7 @@ def of_parameters(model: TinyModel, layout: Layout, rank: int) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, *long(True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_is_loaded_by_the_table_with_no_tensor_left(family: str, tied: bool, layout: Layout) -> None:
     model = tiny(family, tied=tied)

@@ -24,6 +24,7 @@ from placement.experts.expert_map import ExpertMap, initial, place
 from placement.experts.moves import moves, settled
 from placement.layout.partition import partition
 from placement.model.moe_spec import MoESpec
+from tests.support.long_cases import long
 
 torch.set_num_threads(1)
 
@@ -59,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:], *long(CASES[0])], ids=str)
 def test_fifty_random_skews_leave_every_slot_with_its_expert(case: Case) -> None:
     maps = [initial(1, case.experts, case.ep, case.redundant), *random_maps(case)]
     made = [move_between(old, new) for old, new in pairwise(maps)]

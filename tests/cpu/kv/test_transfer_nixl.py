@@ -66,6 +66,7 @@ def test_every_value_arrives_between_processes(results: dict[str, tuple[object, 
             assert num_bytes == mapped, name
 
 
+@pytest.mark.long
 def test_an_agent_in_a_forked_process_is_refused() -> None:
     """In a process of its own: this one must not fork after making an agent."""
     result = _result_of(_fork_after_agent)

@@ -15,6 +15,7 @@ from actors.model.decoder import Decoder
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords_of
 from placement.ownership.shards import parameters, shard
+from tests.support.long_cases import long
 from tests.support.models.tiny_decoder import batch_of, chunked, fill, mixed, run, whole
 from tests.support.models.tiny_models import FAMILIES, tiny
 
@@ -37,7 +38,7 @@ SCHEDULE = mixed(SEQUENCES, 1)
 
 
 @pytest.mark.parametrize("sizes", WIDTHS + DEPTHS + PRODUCTS, ids=str)
-@pytest.mark.parametrize("family", ["llama2", "qwen2_alternating", "qwen3"])
+@pytest.mark.parametrize("family", ["llama2", *long("qwen2_alternating", "qwen3")])
 def test_a_layout_equals_one_rank(family: str, sizes: dict[str, int]) -> None:
     model = tiny(family, tied=family == "qwen3")
     expected = run(model, ONE, SEQUENCES, SCHEDULE)

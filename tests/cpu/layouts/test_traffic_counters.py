@@ -24,6 +24,7 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import groups, talking_axes
 from placement.legality.check import check
 from tests.support.inprocess import rank_config
+from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
 torch.set_num_threads(1)
@@ -105,7 +106,7 @@ def blocks_of(index: int) -> list[int]:
     return list(range(6 * index, 6 * index + 6))
 
 
-@pytest.mark.parametrize("family", ["llama2", "deepseek_v2", "deepseek_v3", "mimo_v2"])
+@pytest.mark.parametrize("family", ["llama2", "deepseek_v3", *long("deepseek_v2", "mimo_v2")])
 def test_the_counters_are_the_traffic(family: str, layout_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts, one of them in three chunks, whose cached keys are exchanged in the second and stay in the third (cp)."""
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 6)
