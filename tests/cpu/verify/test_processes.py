@@ -56,7 +56,7 @@ def verify_processes(workers: Workers, layout: str) -> Report:
     return Verification(config, random_prompts(model(), (21, 6)), 2, kinds, start=workers.start).run()
 
 
-@pytest.mark.parametrize("layout", [*BY_HAND, *long(*layouts()[len(BY_HAND) :])])
+@pytest.mark.parametrize("layout", [*EXPLICIT, *long(*layouts()[len(EXPLICIT) :])])
 def test_a_layout_of_processes_is_rounding(workers: Workers, layout: str) -> None:
     assert not rules.broken(Layout.parse(layout), model().spec, None)
     report = verify_processes(workers, layout)

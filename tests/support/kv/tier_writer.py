@@ -1,4 +1,7 @@
-"""A process that writes and reads blocks in a directory others use too: ``python -m tests.support.kv.tier_writer DIR LIMIT BLOCKS``."""
+"""A process that writes and reads blocks in a directory others use too.
+
+usage: ``python -m tests.support.kv.tier_writer DIR LIMIT BLOCKS``
+"""
 
 from __future__ import annotations
 
