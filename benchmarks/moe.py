@@ -38,13 +38,14 @@ from actors.model.step.regions import Regions
 from actors.wire.plans import StepPlan
 from placement.cost import expert_modes
 from placement.experts.expert_map import balancedness, bound
-from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.layout.partition import partition
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
+from placement.ownership.context import BLOCK_TOKENS
+from placement.ownership.rank_identity import RankIdentity
 from placement.ownership.shard import Shard
-from placement.ownership.shards import parameters, shard
+from placement.ownership.shards import parameters
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MODES = ("gather", "a2a", "replicated")
@@ -83,14 +84,15 @@ class LayerRank:
     copy: Group
 
     def __post_init__(self) -> None:
-        self.own: Shard = shard(self.spec, self.layout, mesh.coords_of(self.layout, self.rank))
+        identity = RankIdentity.of(self.spec, self.layout, self.rank, BLOCK_TOKENS)
+        self.own: Shard = identity.shard
         table = {row.name: _filled(row.shape, row.fp32) for row in parameters(self.spec, self.own) if ".mlp." in row.name}
         assert self.spec.moe is not None
         self.mixtures: dict[int, MixtureOfExperts] = {
             layer: mixture(self.spec, self.spec.moe, self.own, table, _LAYER.format(layer)) for layer in self.spec.moe.layers
         }
         groups = {"tp": SoloGroup("tp"), "cp": SoloGroup("cp"), "moe": self.copy}
-        self._exchanges = ExchangesByRule(self.spec, self.layout, self.rank, groups, 4, torch.device("cpu"))
+        self._exchanges = ExchangesByRule(self.spec, identity, groups, 4, torch.device("cpu"))
         self._regions = Regions(groups["tp"], None)
 
     @torch.inference_mode()

@@ -25,9 +25,9 @@ from actors.wire.kv import KVFetch, KVReport
 from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
 from actors.wire.tier_config import TierConfig
-from placement.layout import mesh
-from placement.ownership.handoff import Side, holdings
+from placement.ownership.handoff import holdings
 from placement.ownership.handoff_pages import PageTable
+from placement.ownership.rank_identity import RankIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,9 @@ logger = logging.getLogger(__name__)
 class KVOffloadWorker:
     """One rank's. Its methods are called from the rank's thread."""
 
-    def __init__(self, config: RankConfig, cache: KVCaches, settings: TierConfig) -> None:
-        dp_rank = mesh.coords_of(config.layout, config.world_rank).attn_dp
-        side = Side(config.layout, config.block_size, dp_rank)
-        self._rank, self._dp_rank, self._device = config.world_rank, dp_rank, torch.device(config.device)
+    def __init__(self, config: RankConfig, identity: RankIdentity, cache: KVCaches, settings: TierConfig) -> None:
+        side = identity.side
+        self._rank, self._dp_rank, self._device = config.world_rank, side.dp_rank, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
         self._kv_format = KVFormat.of(config.spec, settings.model_digest, config.dtype, config.block_size)
         shared = None if settings.disk_cache is None else DirectoryTier(settings.disk_cache, settings.disk_cache_bytes)

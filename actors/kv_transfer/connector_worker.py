@@ -22,11 +22,10 @@ from actors.model.kv.kv_caches import KVCaches
 from actors.wire.kv import KVExpect, KVReader, KVReport, KVSend, KVSent
 from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
-from placement.layout import mesh
-from placement.layout.layout import Layout
 from placement.ownership.handoff import Copy, Side, holdings
 from placement.ownership.handoff_pages import PageTable
 from placement.ownership.handoff_positions import shared
+from placement.ownership.rank_identity import RankIdentity
 
 _HEARTBEAT_INTERVAL_S = 1.0
 
@@ -34,9 +33,9 @@ _HEARTBEAT_INTERVAL_S = 1.0
 class KVConnectorWorker:
     """One rank's. `side` is its own, with its DP rank. Not safe for several threads."""
 
-    def __init__(self, config: RankConfig, endpoint: KVEndpoint) -> None:
+    def __init__(self, config: RankConfig, side: Side, endpoint: KVEndpoint) -> None:
         self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
-        self._side = side_of(config)
+        self._side = side
         self._held = next(held for held in holdings(config.spec, self._side) if held.world_rank == self._rank)
         self._ranges, self._range_bytes = _cut(self._held.layers, config.handoff_ranges), config.handoff_range_bytes
         self._order = queue_order(endpoint.device)
@@ -50,14 +49,22 @@ class KVConnectorWorker:
         self._reported_s = 0.0
 
     @classmethod
-    def of(cls, config: RankConfig, cache: KVCaches, transport: Transport, name: str, model_digest: str) -> KVConnectorWorker:
+    def of(
+        cls,
+        config: RankConfig,
+        identity: RankIdentity,
+        cache: KVCaches,
+        transport: Transport,
+        name: str,
+        model_digest: str,
+    ) -> KVConnectorWorker:
         """That of the rank of `config`. `name`: the transport's, with its version.
 
         Raises `ModelError` for a model whose KV cannot be handed off.
         """
-        held = next(each for each in holdings(config.spec, side_of(config)) if each.world_rank == config.world_rank)
+        held = next(each for each in holdings(config.spec, identity.side) if each.world_rank == config.world_rank)
         compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)
-        return cls(config, KVEndpoint(transport, cache.parts[0], held, compatibility))
+        return cls(config, identity.side, KVEndpoint(transport, cache.parts[0], held, compatibility))
 
     @property
     def is_busy(self) -> bool:
@@ -199,9 +206,3 @@ def _cut(layers: range, count: int) -> list[range]:
     parts = min(count, len(layers))
     ends = [layers.start + at * len(layers) // parts for at in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]
-
-
-def side_of(config: RankConfig) -> Side:
-    """The side of a rank, in its own DP rank."""
-    layout: Layout = config.layout
-    return Side(layout, config.block_size, mesh.coords_of(layout, config.world_rank).attn_dp)

@@ -41,8 +41,7 @@ from actors.wire.rank_config import RankConfig
 from actors.wire.results import StepResult
 from placement.layout import mesh, sequence_parallel
 from placement.model.digest import model_digest
-from placement.ownership import shards
-from placement.ownership.context import ContextRank
+from placement.ownership.rank_identity import RankIdentity
 from placement.ownership.shard import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,7 +59,7 @@ class Parts:
     """A rank that is ready for plans."""
 
     config: RankConfig
-    own: Shard
+    identity: RankIdentity
     groups: Mapping[str, Group]
     decoder: Decoder
     cache: KVCaches
@@ -72,17 +71,19 @@ class Parts:
     kv_offload: KVOffloadWorker | NoKVOffloadWorker
 
 
-def own_shard(config: RankConfig) -> Shard:
-    """What the rank of `config` holds."""
-    return shards.shard(config.spec, config.layout, mesh.coords_of(config.layout, config.world_rank))
+def identity_of(config: RankConfig) -> RankIdentity:
+    """What the rank of `config` is. To be made once, and given to `load_decoder` and `put_together`."""
+    return RankIdentity.of(config.spec, config.layout, config.world_rank, config.block_size)
 
 
-def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None) -> Decoder:
+def load_decoder(
+    config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None
+) -> Decoder:
     """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
-    own, dtype, device = own_shard(config), DTYPES[config.dtype], torch.device(config.device)
-    backend = _attention(config, groups)
+    own, dtype, device = identity.shard, DTYPES[config.dtype], torch.device(config.device)
+    backend = _attention(config, identity, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
-    moe_exchanges = exchanges(config.spec, config.layout, config.world_rank, groups, dtype.itemsize, device)
+    moe_exchanges = exchanges(config.spec, identity, groups, dtype.itemsize, device)
     decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, moe_exchanges)
     source = open_source(config.model_path, config.spec)
     try:
@@ -92,29 +93,29 @@ def load_decoder(config: RankConfig, groups: Mapping[str, Group], progress: Load
     return decoder
 
 
-def put_together(config: RankConfig, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int) -> Parts:
+def put_together(
+    config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int
+) -> Parts:
     """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
-    own, spec, dtype, device = own_shard(config), config.spec, DTYPES[config.dtype], torch.device(config.device)
+    own, spec, dtype, device = identity.shard, config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
-    coords = mesh.coords_of(config.layout, config.world_rank)
     shared = groups.get(mesh.HEAD_AXIS)
-    head = DPRankHead(decoder) if shared is None else StageHead(decoder, shared, coords, config.layout.tp)
+    head = DPRankHead(decoder) if shared is None else StageHead(decoder, shared, identity.coords, config.layout.tp)
     sampler = Sampler(shared or groups["tp"], own.head_vocab, spec.vocab_size, device)
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
-    place = ContextRank.of(config.layout, coords, config.block_size)
     experts = _experts(config, own, groups, decoder)
-    runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], place, experts)
-    kv_connector = _kv_connector(config, cache)
-    kv_offload = NoKVOffloadWorker() if config.tiers is None else KVOffloadWorker(config, cache, config.tiers)
-    return Parts(config, own, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, kv_offload)
+    runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], identity.place, experts)
+    kv_connector = _kv_connector(config, identity, cache)
+    kv_offload = NoKVOffloadWorker() if config.tiers is None else KVOffloadWorker(config, identity, cache, config.tiers)
+    return Parts(config, identity, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, kv_offload)
 
 
-def _kv_connector(config: RankConfig, cache: KVCaches) -> KVConnectorWorker | NoKVConnectorWorker:
+def _kv_connector(config: RankConfig, identity: RankIdentity, cache: KVCaches) -> KVConnectorWorker | NoKVConnectorWorker:
     if not config.in_pool:
         return NoKVConnectorWorker()
     transport = NixlTransport(f"rank{config.world_rank}")
     digest = model_digest(config.spec, Path(config.model_path))
-    return KVConnectorWorker.of(config, cache, transport, f"nixl {nixl_version()}", digest)
+    return KVConnectorWorker.of(config, identity, cache, transport, f"nixl {nixl_version()}", digest)
 
 
 def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertWeightMover | NoExperts:
@@ -123,7 +124,7 @@ def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decode
     return ExpertWeightMover(decoder.mixtures, groups["moe"], own.expert_map, config.layout.moe_tp, config.world_rank)
 
 
-def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
+def _attention(config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
     """The device's own attention, or where a sequence lies on several ranks, theirs together."""
     device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
     spec, softcap = config.spec, config.spec.attention_softcap is not None
@@ -132,6 +133,6 @@ def _attention(config: RankConfig, groups: Mapping[str, Group]) -> AttentionBack
             return choose_latent(spec.mla, device, dtype, config.block_size)
         dims = (spec.head_dim, spec.value_dim)
         return choose(device, dtype, config.block_size, softcap, spec.sinks != "none", *dims)
-    coords, kernel = mesh.coords_of(layout, config.world_rank), choose_partial(device, dtype, config.block_size, softcap)
-    context = ContextAttention.of(spec, layout, coords, groups, kernel, config.block_size)
+    kernel = choose_partial(device, dtype, config.block_size, softcap)
+    context = ContextAttention.of(spec, layout, identity.coords, groups, kernel, config.block_size)
     return context if spec.mla is None else ContextLatent(context)

@@ -22,7 +22,7 @@ from actors.groups.distributed.rendezvous import serve_store
 from actors.groups.group import Group
 from actors.model.decoder import Decoder
 from actors.rank.addresses import interface_of, own_address
-from actors.rank.assembly import load_decoder, put_together
+from actors.rank.assembly import identity_of, load_decoder, put_together
 from actors.rank.connect_groups import connect
 from actors.rank.stepping import run_plans
 from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankStatus, Rendezvous
@@ -34,6 +34,7 @@ class Rank:
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
+        self.identity = identity_of(config)
         self._groups: Mapping[str, Group] = {}
         self._status = RankStatus(state="created")
         self._store: object | None = None
@@ -71,7 +72,7 @@ class Rank:
         """Build this rank's stage and fill it from the checkpoint, reading its own slices only. Raises `ModelError`."""
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
-        self._decoder = load_decoder(self._config, self._groups, self._progress)
+        self._decoder = load_decoder(self._config, self.identity, self._groups, self._progress)
         gc.collect()
         weight_bytes = sum(weight.numel() * weight.element_size() for weight in self._decoder.parameters())
         self._status = self._status.model_copy(update={"state": "loaded"})
@@ -80,7 +81,7 @@ class Rank:
     def run(self, address: str, token: str, num_blocks: int) -> None:
         """Make the KV pages, join the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
         torch.set_num_threads(self._threads)
-        parts = put_together(self._config, self._groups, self._decoder, num_blocks)
+        parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks)
         link = ZmqRankLink(address, self._config.world_rank, token)
         self._status = self._status.model_copy(update={"state": "running"})
         try:

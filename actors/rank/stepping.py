@@ -25,7 +25,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
 
     Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
     """
-    layout, coords = parts.config.layout, mesh.coords_of(parts.config.layout, parts.config.world_rank)
+    layout, coords = parts.config.layout, parts.identity.coords
     answers = parts.config.world_rank in mesh.output_ranks(layout)
     reports_busy = layout.pp > 1 and coords.cp == coords.tp == 0
     parts.kv_connector.watch(parts.decoder)

@@ -21,7 +21,7 @@ from actors.groups.base import DEFAULT_TIMEOUT_S
 from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import thread_groups
-from actors.rank.assembly import Parts, load_decoder, put_together
+from actors.rank.assembly import Parts, identity_of, load_decoder, put_together
 from actors.rank.stepping import close_groups, run_plans
 from actors.rank.thread_link import ThreadLink
 from actors.wire.experts import ExpertReport
@@ -130,7 +130,9 @@ def _run_rank(
     torch.set_num_threads(config.threads_per_rank or 1)
     link = link_end(config.world_rank)
     try:
-        parts = attach(put_together(config, groups, load_decoder(config, groups), num_blocks))
+        identity = identity_of(config)
+        decoder = load_decoder(config, identity, groups)
+        parts = attach(put_together(config, identity, groups, decoder, num_blocks))
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")
         link.close()

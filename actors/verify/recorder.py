@@ -54,10 +54,10 @@ class Recorder:
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """The parts, watched. `stepped` is called after each step."""
         decoder = parts.decoder
-        self._dp_rank = mesh.coords_of(parts.config.layout, parts.config.world_rank).attn_dp
+        self._dp_rank = parts.identity.coords.attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
         decoder.register_forward_pre_hook(self._before)
-        if parts.own.first_stage:
+        if parts.identity.shard.first_stage:
             decoder.embed.register_forward_hook(partial(self._layer, EMBEDDING))
         for name, layer in decoder.layers.items():
             layer.register_forward_hook(partial(self._layer, int(name)))

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
-from actors.rank.assembly import load_decoder, put_together
+from actors.rank.assembly import identity_of, load_decoder, put_together
 from actors.rank.connect_groups import connect
 from actors.rank.stepping import close_groups, run_plans
 from actors.verify.recorder import Recorder
@@ -52,7 +52,9 @@ def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
         link.send_failure(f"{type(error).__name__}: {error}")
         return
     try:
-        parts = put_together(config, groups, load_decoder(config, groups), start.num_blocks)
+        identity = identity_of(config)
+        decoder = load_decoder(config, identity, groups)
+        parts = put_together(config, identity, groups, decoder, start.num_blocks)
         if routes is not None:
             replay(parts, routes)
         parts = link.recorder.attach(parts)

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from actors.engine.config.options import EngineOptions, PositiveSetting
+from actors.engine.config.options import EngineOptions
 from actors.wire.tier_config import TierOptions
-from placement.cost.units import Bytes
+from placement.cost.units import ByteCount
+from placement.model.bounds import PositiveInt
 
 
 class ReplicaOptions(EngineOptions, TierOptions):
@@ -16,9 +17,9 @@ class ReplicaOptions(EngineOptions, TierOptions):
 
     model_config = ConfigDict(title="Ranks of a replica")
 
-    kv_bytes: Annotated[Bytes, Field(ge=1)] | None = None
+    kv_bytes: Annotated[ByteCount, Field(ge=1)] | None = None
     """KV cache of one rank, for example 2GiB; default: what its device has left, on a CPU 1GiB at most."""
-    threads_per_rank: PositiveSetting | None = None
+    threads_per_rank: PositiveInt | None = None
     """CPU threads of one rank; default: an even share of the cores."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between looks at how evenly experts are loaded; 0: never; default: 3000 where ep > 1."""

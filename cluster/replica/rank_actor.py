@@ -9,7 +9,6 @@ import ray
 from ray.util import get_node_ip_address
 
 from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankReport, RankStatus, Rendezvous
-from placement.layout.mesh import coords_of
 
 if TYPE_CHECKING:
     from actors.rank.rank import Rank
@@ -57,6 +56,6 @@ class RankActor:
         return RankReport(
             location=self.where(),
             device=f"{device}:{','.join(map(str, gpus))}" if gpus else device,
-            coords=asdict(coords_of(self._config.layout, self._config.world_rank)),
+            coords=asdict(self._rank.identity.coords),
             status=self._rank.status(),
         )

@@ -32,5 +32,5 @@ def parse_size(value: Any) -> Any:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size)]
+ByteCount = Annotated[int, BeforeValidator(parse_size)]
 """A number of bytes, which may be written with a unit (`parse_size`)."""

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from placement.cost.units import ByteSize
+from placement.cost.units import ByteCount
+from placement.model.bounds import PositiveInt
 from serve_app.deployment.deployment_names import APP_NAME
-from serve_app.deployment.settings import Count, ServeArgs
+from serve_app.deployment.settings import ServeArgs
 
 NOT_RENDERED = {
     "api_keys": "keys are secrets, and do not belong into files like these: use api_keys_file",
@@ -35,11 +36,11 @@ class RenderArgs(ServeArgs):
     """Every object's name begins with it."""
     model_path: str | None = None
     """Where the machines find the model, if not where it is here."""
-    slots: Count = 8
+    slots: PositiveInt = 8
     """Ranks one machine can run: its GPUs, or slots for CPU ranks."""
-    cpus: Count | None = None
+    cpus: PositiveInt | None = None
     """CPUs of one machine; default: its slots."""
-    memory: Annotated[ByteSize, Field(ge=1)] = 64 * 2**30
+    memory: Annotated[ByteCount, Field(ge=1)] = 64 * 2**30
     """Memory of one machine, for example 64GiB."""
     accelerator: str | None = None
     """Kind of GPU a machine must have (kuberay)."""

@@ -18,14 +18,13 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 
 from cluster.replica.options import ReplicaOptions
 from placement.errors import ReportedError
+from placement.model.bounds import PositiveInt
 from serve_app.deployment.catalog import DEFAULT_MODEL
 
 log = logging.getLogger("shardwright.settings")
 
 RENAMED = {"entrance": "ingress_node"}
 """Former names of settings, which are accepted for one version."""
-
-PositiveCount = Annotated[int, Field(ge=1)]
 
 
 class ServeArgs(ReplicaOptions):
@@ -49,7 +48,7 @@ class ServeArgs(ReplicaOptions):
     """What the ranks run on: auto, cpu or cuda."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and KV cache: auto, float32 or bfloat16."""
-    max_model_len: PositiveCount | None = None
+    max_model_len: PositiveInt | None = None
     """Longest sequence, in tokens; default: the model's own limit, 8192, or what --kv-bytes hold, if shorter."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds a request waits for an engine replica while none runs, before it is refused."""

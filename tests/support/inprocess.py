@@ -13,7 +13,7 @@ from actors.engine.engine import Engine
 from actors.engine.link.zmq_link import ZmqEngineLink, ZmqRankLink
 from actors.groups.solo import SoloGroup
 from actors.model.decoder import Decoder
-from actors.rank.assembly import DTYPES, Parts, load_decoder
+from actors.rank.assembly import DTYPES, Parts, identity_of, load_decoder
 from actors.rank.threads import start_ranks
 from actors.wire.rank_config import RankConfig
 from actors.wire.requests import GenerateRequest, TokenEvent
@@ -104,4 +104,5 @@ def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.flo
 
 def whole_decoder(model: TinyModel, dtype: torch.dtype) -> Decoder:
     """All of `model` on one rank, read from its files."""
-    return load_decoder(rank_config(model, Layout(), dtype), {axis: SoloGroup(axis) for axis in mesh.talking_axes(model.spec)})
+    config = rank_config(model, Layout(), dtype)
+    return load_decoder(config, identity_of(config), {axis: SoloGroup(axis) for axis in mesh.talking_axes(model.spec)})

@@ -7,11 +7,12 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from actors.engine.config.balancing import Balancing
-from actors.engine.config.options import EngineLimits, Positive, Seconds
+from actors.engine.config.options import EngineLimits, Seconds
 from actors.kv_offload.block_part import KVFormat
 from actors.wire.tier_config import TierConfig
 from placement.layout import mesh
 from placement.layout.layout import Layout
+from placement.model.bounds import PositiveInt
 from placement.model.spec import RopeSpec
 
 CHUNK_TOKENS, POOL_CHUNK_TOKENS = 1024, 512
@@ -29,9 +30,9 @@ class DisaggregationConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layout: Layout
-    least_tokens: Positive = 16
+    least_tokens: PositiveInt = 16
     """A prompt is handed off if at least so many of its tokens are not in the decode side's cache: a block's worth."""
-    expected_tokens: Positive = 128
+    expected_tokens: PositiveInt = 128
     """Tokens of output for which blocks are reserved together with the prompt's."""
     lease_s: Seconds = 60.0
     """From a reservation to the last moment at which a write into it may begin; then the decode side computes the prompt."""
@@ -56,7 +57,7 @@ class OffloadConfig(BaseModel):
     tiers: TierConfig
     layout: Layout
     kv_format: KVFormat
-    block_bytes: Positive
+    block_bytes: PositiveInt
     """Of one block, on the rank that keeps most of it."""
     fetch_timeout_s: Seconds = 5.0
     """From asking the ranks for blocks to the last moment at which their sequence waits for them; then it is computed."""
@@ -84,21 +85,21 @@ class EngineConfig(EngineLimits):
     `micro_batch_tokens`, `prefix_cache` and `overdue_after_s` are tuned values, no options: tests and benchmarks vary them.
     """
 
-    num_blocks: Positive
+    num_blocks: PositiveInt
     """KV blocks of one rank."""
-    kv_owners: Positive = 1
+    kv_owners: PositiveInt = 1
     """Ranks that each hold a share of every sequence's blocks."""
-    dp_size: Positive = 1
+    dp_size: PositiveInt = 1
     """Sets of ranks that each run sequences of their own."""
-    block_size: Positive = 16
+    block_size: PositiveInt = 16
     """Tokens of one KV block."""
-    max_chunk_tokens: Positive = CHUNK_TOKENS
+    max_chunk_tokens: PositiveInt = CHUNK_TOKENS
     """Prompt tokens of one sequence in one step at most."""
-    stages: Positive = 1
+    stages: PositiveInt = 1
     """Pipeline stages of the ranks."""
-    micro_batch_rows: Positive = 4
+    micro_batch_rows: PositiveInt = 4
     """Decodes are split over the stages into micro-batches of at least so many (`micro_batches.py`)."""
-    micro_batch_tokens: Positive = 128
+    micro_batch_tokens: PositiveInt = 128
     """Prompt tokens that a step of several stages takes where there are that many."""
     prefix_cache: bool = True
     overdue_after_s: Seconds = 30.0
@@ -111,13 +112,13 @@ class EngineConfig(EngineLimits):
     """None: blocks do not outlive the device."""
     disaggregation: DisaggregationConfig | None = None
     """None: this engine neither hands off KV nor takes it."""
-    vocab_size: Positive | None = None
+    vocab_size: PositiveInt | None = None
     """Where given, prompts with other token ids are refused before they reach a rank."""
 
     @property
     def moves_kv(self) -> bool:
         """Whether KV blocks come from somewhere else, or go there: a pool's, or the tiers'."""
-        return self.pool is not None or self.tiers is not None
+        return self.disaggregation is not None or self.offload is not None
 
     @property
     def depth(self) -> int:

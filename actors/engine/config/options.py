@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
+from placement.model.bounds import PositiveInt
+
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -18,13 +19,13 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="Engine")
 
-    max_batch_tokens: Positive = 2048
+    max_batch_tokens: PositiveInt = 2048
     """Tokens that one step runs at most, on each attn_dp rank."""
-    max_sequences: Positive = 64
+    max_sequences: PositiveInt = 64
     """Sequences that run at once at most, on each attn_dp rank."""
-    max_waiting: Positive = 1024
+    max_waiting: PositiveInt = 1024
     """Requests that wait at most; further ones are refused (HTTP 429)."""
-    max_waiting_tokens: Positive = 1 << 20
+    max_waiting_tokens: PositiveInt = 1 << 20
     """Prompt tokens that wait at most; a longer prompt is still taken when nothing else waits."""
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
     """Steps sent to the ranks before the oldest one's result is back; default: pipeline stages plus one."""
@@ -35,5 +36,5 @@ class EngineOptions(BaseModel):
 class EngineLimits(EngineOptions):
     """The options together with the limit that follows from model and memory."""
 
-    max_model_len: Positive
+    max_model_len: PositiveInt
     """Tokens of a sequence at most, prompt and generated together."""

@@ -22,10 +22,10 @@ from placement.cost import expert_modes
 from placement.cost.expert_modes import Mode
 from placement.experts.expert_map import map_of
 from placement.layout import mesh
-from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 from placement.ownership import expert_tokens
 from placement.ownership.expert_tokens import NewLensAcrossDP
+from placement.ownership.rank_identity import RankIdentity
 
 
 class Exchanges(Protocol):
@@ -48,18 +48,18 @@ class ExchangesByRule:
     def __init__(
         self,
         spec: ModelSpec,
-        layout: Layout,
-        world_rank: int,
+        identity: RankIdentity,
         groups: Mapping[str, Group],
         element_bytes: int,
         device: torch.device,
     ) -> None:
         """`element_bytes`: of one value of a hidden state."""
         assert spec.moe is not None
+        layout = identity.layout
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
         self._tp, self._cp, self._moe = groups["tp"], groups["cp"], groups["moe"]
-        self._dp_rank = mesh.coords_of(layout, world_rank).attn_dp
-        self._copy = mesh.moe_coords_of(layout, world_rank).moe_dp
+        self._dp_rank = identity.coords.attn_dp
+        self._copy = mesh.moe_coords_of(layout, identity.world_rank).moe_dp
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
@@ -83,9 +83,9 @@ class ExchangesByRule:
 
 
 def exchanges(
-    spec: ModelSpec, layout: Layout, world_rank: int, groups: Mapping[str, Group], element_bytes: int, device: torch.device
+    spec: ModelSpec, identity: RankIdentity, groups: Mapping[str, Group], element_bytes: int, device: torch.device
 ) -> Exchanges:
     """Those of one rank; `groups` along the axes of `placement.layout.mesh.talking_axes`."""
     if spec.moe is None:
         return OnlySums()
-    return ExchangesByRule(spec, layout, world_rank, groups, element_bytes, device)
+    return ExchangesByRule(spec, identity, groups, element_bytes, device)

@@ -39,7 +39,7 @@ def tiered(model: TinyModel, layout: str, blocks: int, settings: TierConfig) -> 
     offload = OffloadConfig(tiers=settings, layout=parsed, kv_format=kv_format, block_bytes=4096)
 
     def attach(parts: Parts) -> Parts:
-        return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.cache, settings))
+        return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.identity, parts.cache, settings))
 
     return config(blocks).model_copy(update={"offload": offload, "kv_owners": parsed.kv_owners}), attach
 

@@ -139,11 +139,13 @@ def _side(
     def attach(parts: Parts) -> Parts:
         transport = make(f"{name}{parts.config.world_rank}")
         ranked = parts.config.model_copy(update={"handoff_range_bytes": range_bytes})
-        kv_connector = KVConnectorWorker.of(ranked, parts.cache, transport, "local", "a" * 64)
+        kv_connector = KVConnectorWorker.of(ranked, parts.identity, parts.cache, transport, "local", "a" * 64)
         if config.offload is None:
             return replace(parts, kv_connector=kv_connector)
         return replace(
-            parts, kv_connector=kv_connector, kv_offload=KVOffloadWorker(parts.config, parts.cache, config.offload.tiers)
+            parts,
+            kv_connector=kv_connector,
+            kv_offload=KVOffloadWorker(parts.config, parts.identity, parts.cache, config.offload.tiers),
         )
 
     return config.model_copy(update={"disaggregation": disaggregation, "kv_owners": parsed.kv_owners}), torch.float32, attach
