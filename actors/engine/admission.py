@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.engine.config.engine_config import EngineConfig
 from actors.wire.requests import GenerateRequest
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 _LARGEST_TOKEN = 2**31
 

@@ -57,8 +57,8 @@ class StepLoop:
         self._link = link
         self._clock = clock
         dp_ranks = dp_ranks_of(config)
-        self._hand_offs = Handoffs(config, dp_ranks)
-        self._scheduler = Scheduler(config, dp_ranks, self._hand_offs if config.moves_kv else None)
+        self._handoffs = Handoffs(config, dp_ranks)
+        self._scheduler = Scheduler(config, dp_ranks, self._handoffs if config.moves_kv else None)
         self._balancer = ExpertBalancer(config.experts) if config.experts is not None else None
         self._event_delivery = EventDelivery(flush)
         self._changed = threading.Condition()
@@ -182,13 +182,13 @@ class StepLoop:
                 stage_busy_seconds=self._meter.busy_s,
                 pipeline_bubble=self._meter.bubble(),
                 recent_step_s=tuple(self._recent),
-                tier_saved_blocks=self._hand_offs.offload.counts.saved_blocks,
-                tier_asked_tokens=self._hand_offs.offload.counts.asked_tokens,
-                tier_found_tokens=self._hand_offs.offload.counts.found_tokens,
-                tier_late=self._hand_offs.offload.counts.late,
-                tier_hits=dict(self._hand_offs.offload.counts.hits),
+                tier_saved_blocks=self._handoffs.offload.counts.saved_blocks,
+                tier_asked_tokens=self._handoffs.offload.counts.asked_tokens,
+                tier_found_tokens=self._handoffs.offload.counts.found_tokens,
+                tier_late=self._handoffs.offload.counts.late,
+                tier_hits=dict(self._handoffs.offload.counts.hits),
                 experts=None if self._balancer is None else self._balancer.stats(),
-                handoffs=None if self.config.disaggregation is None else self._hand_offs.stats(),
+                handoffs=None if self.config.disaggregation is None else self._handoffs.stats(),
             )
 
     def _run(self) -> None:
@@ -200,7 +200,7 @@ class StepLoop:
                 self._look_for_starvation()
                 if self._in_flight:
                     self._take_result()
-                elif self._hand_offs:
+                elif self._handoffs:
                     self._link.listen(_LISTEN_S)
                 else:
                     assert self._scheduler.num_live == 0, f"{self._scheduler.num_live} requests are live and none can run"
@@ -235,25 +235,25 @@ class StepLoop:
         return True
 
     def _take_remote(self, event: TokenEvent) -> list[TokenEvent]:
-        return self._scheduler.apply(self._hand_offs.on_remote_event(event, self._clock()))
+        return self._scheduler.apply(self._handoffs.on_remote_event(event, self._clock()))
 
     def _end(self, request_id: str) -> list[TokenEvent]:
         """End a request with ``abort``, and what is still being sent of it."""
-        return self._scheduler.cancel(request_id) or self._hand_offs.stop(TokenEvent(request_id=request_id, finish="abort"))
+        return self._scheduler.cancel(request_id) or self._handoffs.stop(TokenEvent(request_id=request_id, finish="abort"))
 
     def _has_work(self) -> bool:
         came = self._inbox or self._cancelled or self._ticket_events
-        return bool(came or self._in_flight or self._scheduler.num_live or self._hand_offs)
+        return bool(came or self._in_flight or self._scheduler.num_live or self._handoffs)
 
     def _poll_kv_reports(self) -> None:
         """Take what ranks tell of hand-offs."""
         while self._link.kv_reports:
-            changes = self._hand_offs.on_report(self._link.kv_reports.popleft(), self._clock())
+            changes = self._handoffs.on_report(self._link.kv_reports.popleft(), self._clock())
             self._deliver(self._scheduler.apply(changes))
 
     def _reap(self) -> None:
         """Give up what is late: transfers, then requests."""
-        changes = self._hand_offs.poll(self._scheduler.live.tickets(), self._clock())
+        changes = self._handoffs.poll(self._scheduler.live.tickets(), self._clock())
         self._deliver(self._scheduler.apply(changes) + self._scheduler.reap(self._clock()))
 
     def _send_plans(self) -> None:
@@ -268,7 +268,7 @@ class StepLoop:
             self._link.send(plan)
 
     def _look_for_starvation(self) -> None:
-        is_starved = not self._in_flight and self._hand_offs.offload.is_stuck and self._scheduler.waiting.num_requests > 0
+        is_starved = not self._in_flight and self._handoffs.offload.is_stuck and self._scheduler.waiting.num_requests > 0
         self._starved_since = (self._starved_since or self._clock()) if is_starved else None
 
     def _take_result(self) -> None:
@@ -278,7 +278,7 @@ class StepLoop:
         _, sent_at = self._in_flight.popleft()
         while self._link.reports and self._balancer is not None:
             self._balancer.on_report(self._link.reports.popleft())
-        self._hand_offs.on_result(self._clock())
+        self._handoffs.on_result(self._clock())
         events = self._scheduler.update(result)
         with self._changed:
             self._last_step_at = self._clock()

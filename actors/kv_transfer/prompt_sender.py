@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 
 from actors.kv_transfer.endpoint import KVEndpoint, Peer, Sending
-from actors.kv_transfer.lots import Lots, Part
+from actors.kv_transfer.outgoing_copies import OutgoingCopies, OutgoingPart
 from actors.kv_transfer.transport import TransferError
 from actors.wire.kv import KVSend, KVSent
 from placement.model.spec import ModelSpec
@@ -30,7 +30,7 @@ class PromptSender:
         self.error: str | None = None
         self.is_cut = False
         """Whether writes were still under way when they had to have ended: their readers must be cut off."""
-        self._outgoing, self._writes = Lots(endpoint, spec, source, world_rank, ticket), _Writes()
+        self._outgoing, self._writes = OutgoingCopies(endpoint, spec, source, world_rank, ticket), _Writes()
         self._progress = _Progress(self._outgoing.layers, ticket.first, ticket.tokens)
         self._range_bytes = range_bytes
         self._blocks: list[int] = []
@@ -105,7 +105,7 @@ class PromptSender:
             error=self.error,
         )
 
-    def _write(self, parts: list[Part]) -> None:
+    def _write(self, parts: list[OutgoingPart]) -> None:
         self._writes.start_clock()
         try:
             for part in parts:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from cluster.embedded.local import NAMESPACE
-from placement.errors import ErrorReport, report_of
+from placement.model.errors import ErrorReport, report_of
 
 _WHERE = NAMESPACE.encode()
 

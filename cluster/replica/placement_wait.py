@@ -12,7 +12,7 @@ import time
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from cluster.embedded.local import NAMESPACE
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 log = logging.getLogger("shardwright.placement")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from actors.rank.addresses import INTERFACE_VARIABLE
 from actors.wire.rank_config import RankLocation
 from cluster.replica.placement_group import ReservedBundles
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 
 class LaunchError(ReportedError, RuntimeError):

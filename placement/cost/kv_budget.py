@@ -102,7 +102,7 @@ def kv_blocks(
 
 def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:
     """Raise `MemoryBudgetError` where the nodes together have less memory than `devices` times `host_cache` bytes. Whether each
-    node has its part is known once ranks are seated."""
+    node has its part is known once ranks are placed."""
     known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
     total = sum(each or 0 for each in known)
     if not known or None in known or host_cache * devices <= total:

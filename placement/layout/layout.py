@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 Size = Annotated[int, Field(ge=1)]
 """Number of ranks along one axis."""

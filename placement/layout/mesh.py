@@ -160,8 +160,9 @@ def _along(grid: Sequence[str], *axes: str) -> Callable[[Layout], list[list[int]
 
 
 def _dcp_groups(layout: Layout) -> list[list[int]]:
-    """Runs of `dcp` ranks: `dcp` divides `tp`, so none leaves its tp group."""
-    return [list(range(start, start + layout.dcp)) for start in range(0, layout.world, layout.dcp)]
+    """Runs of `dcp` consecutive ranks within each tp group."""
+    tp_groups = _along(AXES, "tp")(layout)
+    return [group[start : start + layout.dcp] for group in tp_groups for start in range(0, layout.tp, layout.dcp)]
 
 
 _GROUPS: Mapping[str, Callable[[Layout], list[list[int]]]] = {

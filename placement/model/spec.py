@@ -9,9 +9,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from placement.errors import ReportedError
 from placement.model.attention_kind import AttentionKind, latent_kind, plain_kind
 from placement.model.bounds import Positive, PositiveInt
+from placement.model.errors import ReportedError
 from placement.model.mla_spec import MLASpec
 from placement.model.moe_spec import MoESpec
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 from serve_app.commands.options import admits
 from serve_app.commands.render_args import NOT_RENDERED, RenderArgs
 from serve_app.deployment.catalog import BUILT_IN, DEFAULT_MODEL, installed

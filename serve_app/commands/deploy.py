@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from placement.errors import ErrorReport
+from placement.model.errors import ErrorReport
 from serve_app.deployment.deployment_names import APP_NAME
 from serve_app.deployment.settings import ServeArgs
 from serve_app.deployment.start_errors import foreign_reason, text_of

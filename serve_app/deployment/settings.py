@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.replica.options import ReplicaOptions
-from placement.errors import ReportedError
 from placement.model.bounds import PositiveInt
+from placement.model.errors import ReportedError
 from serve_app.deployment.catalog import DEFAULT_MODEL
 
 log = logging.getLogger("shardwright.settings")
@@ -112,5 +112,8 @@ def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
         f"{each['loc'][0]}: {each['msg']} (given: {each['input']!r})" for each in found if each["type"] != "extra_forbidden"
     ]
     if unknown:
-        wrong.append(f"unknown: {', '.join(unknown)}; the arguments are {', '.join(ServeArgs.model_fields)}")
+        own_first = dict.fromkeys(
+            (*(name for name in ServeArgs.model_fields if name in ServeArgs.__annotations__), *ServeArgs.model_fields)
+        )
+        wrong.append(f"unknown: {', '.join(unknown)}; the arguments are {', '.join(own_first)}")
     raise ArgumentError("; ".join(wrong))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from placement.errors import ErrorReport, report_of
+from placement.model.errors import ErrorReport, report_of
 
 _RAISED = re.compile(r"^(?:\w+\.)*([A-Z]\w*(?:\(\w+\))?: .+)")
 """Last line of a traceback."""

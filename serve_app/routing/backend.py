@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from actors.wire.requests import GenerateRequest, TokenEvent
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 RefusalCode = Literal["prompt_too_long", "engine_busy", "engine_down"]
 

@@ -11,7 +11,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 
 
 class TemplateError(ReportedError, ValueError):

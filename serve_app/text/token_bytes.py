@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from placement.errors import ReportedError
+from placement.model.errors import ReportedError
 from serve_app.text import byte_level
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.house import FORBIDDEN, MOST_FILES, PACKAGES, ROOMS
+from tests.pure.house import ALLOWED, BANNED_WORDS, FORBIDDEN, MOST_FILES, PACKAGES, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -120,3 +121,29 @@ def test_ray_decorators_stand_only_where_things_are_created() -> None:
         if word in path.read_text() and named(path) not in roots
     }
     assert found == set()
+
+
+def test_a_class_name_belongs_to_one_class() -> None:
+    """Aliases of types count too, but for private ones."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                where[node.name].append(named(path))
+            elif isinstance(node, ast.Assign) and re.match(r"[A-Z][a-z]", ast.unparse(node.targets[0])):
+                where[ast.unparse(node.targets[0])].append(named(path))
+    twice = {name: files for name, files in where.items() if len(files) > 1 and not name.startswith("_")}
+    assert twice == {}
+
+
+@pytest.mark.parametrize("word", BANNED_WORDS)
+def test_things_have_the_name_that_the_field_gives_them(word: str) -> None:
+    """No identifier, file or text of the packages has a word for which the field has another."""
+    whole = re.compile(rf"(?<![a-zA-Z]){word}(?![a-zA-Z])|(?<![A-Z]){word.title().replace('_', '')}(?![a-z])")
+    found = [
+        f"{named(path)}:{number}: {line.strip()}"
+        for path in FILES
+        for number, line in enumerate([named(path), *path.read_text().splitlines()])
+        if whole.search(line) and ALLOWED.get(named(path)) != word
+    ]
+    assert found == []

@@ -1,0 +1,1 @@
+"""Matrix products on each device, and what they were tuned to."""

@@ -15,8 +15,8 @@ from cluster.replica import failures
 from cluster.replica.placement_wait import PlacementError
 from cluster.replica.rank_checks import LaunchError
 from placement.cost.memory import MemoryBudgetError
-from placement.errors import ErrorReport, ReportedError, report_of
 from placement.layout.layout import LayoutError
+from placement.model.errors import ErrorReport, ReportedError, report_of
 from placement.model.spec import ModelError
 from serve_app.commands import deploy, serve_command
 from serve_app.deployment.start_errors import error_text, foreign_reason, text_of

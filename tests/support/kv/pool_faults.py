@@ -169,7 +169,7 @@ class Injector:
             self._prefill.cancel(item.request_id)
 
     def _watch_decode(self, loop: StepLoop) -> None:
-        scheduler, handoffs, book = loop._scheduler, loop._hand_offs, loop._hand_offs.decode_transfers
+        scheduler, handoffs, book = loop._scheduler, loop._handoffs, loop._handoffs.decode_transfers
         reserve, expired, cancel, on_ticket_event = book.reserve, book.expired, scheduler.cancel, handoffs.on_remote_event
         seen = Counter[str]()
 
@@ -203,7 +203,7 @@ class Injector:
         _replace(handoffs, on_remote_event=taken)
 
     def _watch_prefill(self, loop: StepLoop) -> None:
-        scheduler, book = loop._scheduler, loop._hand_offs.prefill_transfers
+        scheduler, book = loop._scheduler, loop._handoffs.prefill_transfers
         begin, on_report, cancel = book.begin, book.on_report, scheduler.cancel
 
         def begun(sequence: Sequence, ticket: KVTicket, now: float) -> None:

@@ -48,11 +48,11 @@ class Lengths:
         return cls(query_sums, key_sums, _int32(keys, device), max(queries), max(keys), blocks)
 
 
-Part = Callable[[Tensor, Tensor, Tensor, Lengths, bool, AttentionParams], tuple[Tensor, Tensor]]
+PartialAttention = Callable[[Tensor, Tensor, Tensor, Lengths, bool, AttentionParams], tuple[Tensor, Tensor]]
 """(q [tokens, q_heads, dim], keys, values, lengths, causal, params) -> (output like q, LSE [q_heads, tokens])."""
 
 
-def flash_attn_part(function: Callable[..., Any]) -> Part:
+def flash_attn_part(function: Callable[..., Any]) -> PartialAttention:
     """``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
 
     def run(
@@ -69,7 +69,7 @@ def flash_attn_part(function: Callable[..., Any]) -> Part:
     return run
 
 
-def vllm_part(function: Callable[..., Any]) -> Part:
+def vllm_part(function: Callable[..., Any]) -> PartialAttention:
     """``flash_attn_varlen_func`` as vendored in vLLM: key lengths where keys are pages, their running sum where not."""
 
     def run(
@@ -129,7 +129,7 @@ class EagerBucket:
 class FlashPartial(EagerPartial):
     """One package's kernel; masks and cut pages use eager attention."""
 
-    def __init__(self, name: str, part: Part) -> None:
+    def __init__(self, name: str, part: PartialAttention) -> None:
         self.name, self._part = name, part
 
     def dense(
@@ -159,7 +159,7 @@ class FlashPartial(EagerPartial):
 class PagedRows:
     """Decode rows that see their pages from the first token on: one kernel call."""
 
-    def __init__(self, rows: Sequence[DecodeRow], cache: KVCache, part: Part) -> None:
+    def __init__(self, rows: Sequence[DecodeRow], cache: KVCache, part: PartialAttention) -> None:
         self.rows = torch.tensor([row.token for row in rows], device=cache.device)
         self._part = part
         stops, tables = [row.stop for row in rows], [row.blocks for row in rows]

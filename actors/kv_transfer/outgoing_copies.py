@@ -26,15 +26,15 @@ class OutgoingCopy:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some layers and positions of a lot, to be sent in one write."""
+class OutgoingPart:
+    """Some layers and positions of such a copy, to be sent in one write."""
 
-    lot: OutgoingCopy
+    outgoing: OutgoingCopy
     copy: Copy
     num_bytes: int
 
 
-class Lots:
+class OutgoingCopies:
     """All that the rank `world_rank` of `source` sends for a ticket."""
 
     def __init__(self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, ticket: KVTicket) -> None:
@@ -46,7 +46,9 @@ class Lots:
         self._endpoint, self._ticket_id, self._ownership = endpoint, ticket.ticket_id, own.ownership
         self._readers = {reader.world_rank: reader for reader in ticket.readers}
         self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
-        self._lots = list(_lots(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint))
+        self._outgoing = list(
+            _outgoing(handoff(spec, source, destination, range(ticket.first, ticket.tokens)), world_rank, endpoint)
+        )
         self._peers: dict[int, Peer] = {}
         missing = sorted(self._tables.keys() - self._readers.keys())
         if missing:
@@ -55,23 +57,25 @@ class Lots:
     @property
     def reader_metadata(self) -> dict[int, bytes]:
         """Of the ranks that this one writes to."""
-        return {lot.copy.destination: self._readers[lot.copy.destination].agent_metadata for lot in self._lots}
+        return {
+            outgoing.copy.destination: self._readers[outgoing.copy.destination].agent_metadata for outgoing in self._outgoing
+        }
 
     def connected(self, peers: dict[int, Peer]) -> None:
         """Have them, by world rank, before the first `send`."""
         self._peers = peers
 
-    def parts(self, layers: range, positions: range) -> list[Part]:
-        """What of each lot is in `layers` at `positions`; lots without any are left out."""
-        cut = ((lot, lot.copy.within(layers, positions)) for lot in self._lots)
-        return [Part(lot, copy, self._endpoint.num_bytes(copy)) for lot, copy in cut if copy is not None]
+    def parts(self, layers: range, positions: range) -> list[OutgoingPart]:
+        """The part of each copy that is in `layers` at `positions`; copies without any are left out."""
+        cut = ((outgoing, outgoing.copy.within(layers, positions)) for outgoing in self._outgoing)
+        return [OutgoingPart(outgoing, copy, self._endpoint.num_bytes(copy)) for outgoing, copy in cut if copy is not None]
 
-    def send(self, part: Part, blocks: list[int]) -> Sending:
+    def send(self, part: OutgoingPart, blocks: list[int]) -> Sending:
         """Begin to write a part; `blocks` are the sequence's pages here. Raises `TransferError` and `ValueError`."""
         rank = part.copy.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:
-            staged_at += part.lot.offset + self._place_of(part.copy, part.lot.copy)
+            staged_at += part.outgoing.offset + self._place_of(part.copy, part.outgoing.copy)
         arguments = (self._peers[rank], self._ticket_id, part.copy, PageTable(self._ownership, blocks))
         try:
             return self._endpoint.send(*arguments, CopyTarget(staged_at=staged_at), self._tables[rank])
@@ -85,7 +89,7 @@ class Lots:
         return layers * self._endpoint.num_bytes(part) // (len(part.layers) * len(part.positions))
 
 
-def _lots(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[OutgoingCopy]:
+def _outgoing(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[OutgoingCopy]:
     """Those of one source, with where each begins among all that go to its destination."""
     used: dict[int, int] = {}
     for copy in copies:
