@@ -112,8 +112,6 @@ def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
         f"{each['loc'][0]}: {each['msg']} (given: {each['input']!r})" for each in found if each["type"] != "extra_forbidden"
     ]
     if unknown:
-        own_first = dict.fromkeys(
-            (*(name for name in ServeArgs.model_fields if name in ServeArgs.__annotations__), *ServeArgs.model_fields)
-        )
-        wrong.append(f"unknown: {', '.join(unknown)}; the arguments are {', '.join(own_first)}")
+        own = [name for name in ServeArgs.model_fields if name not in ReplicaOptions.model_fields]
+        wrong.append(f"unknown: {', '.join(unknown)}; the arguments are {', '.join([*own, *ReplicaOptions.model_fields])}")
     raise ArgumentError("; ".join(wrong))

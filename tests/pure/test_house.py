@@ -57,6 +57,11 @@ def test_every_folder_is_in_the_order_and_says_what_it_is() -> None:
             assert text.splitlines()[:1] == [sentence], f"{folder}/__init__.py does not begin with: {sentence}"
 
 
+def test_the_readme_lists_every_folder() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [sentence for sentence in (*SENTENCES.values(), *PACKAGES.values()) if sentence not in text] == []
+
+
 def test_folders_import_only_folders_before_them() -> None:
     wrong = [
         f"{named(path)}:{line} imports {named(target)}"
