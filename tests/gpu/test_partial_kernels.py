@@ -15,7 +15,7 @@ from actors.model.attention.decode_row import decode_row
 from actors.model.attention.eager import eager_attention
 from actors.model.attention.params import AttentionParams
 from actors.model.attention.partial import PartialKernel
-from actors.model.attention.partial_outputs import Sum
+from actors.model.attention.partial_outputs import OutputAccumulator
 from actors.model.kv.kv_cache import KVCache
 
 PACKAGES = {"vllm_flash_attn": 16, "vllm.vllm_flash_attn": 16, "flash_attn": 256}
@@ -66,8 +66,8 @@ def test_decode_rows_over_pages(name: str, dtype: torch.dtype, device: torch.dev
     pages, q = draw(dtype, 2, 2, 8, size, 64), draw(dtype, 3, 8, 64)
     rows = [decode_row(0, [3, 1], 0, size + 4, size), decode_row(1, [5], 0, 7, size), decode_row(2, [2, 6], 5, size + 9, size)]
 
-    def run(kernel: PartialKernel, dtype: torch.dtype, device: torch.device) -> Sum:
-        cache, total = KVCache(range(1), 2, 8, size, 64, dtype, device), Sum(8, 3, 64, device)
+    def run(kernel: PartialKernel, dtype: torch.dtype, device: torch.device) -> OutputAccumulator:
+        cache, total = KVCache(range(1), 2, 8, size, 64, dtype, device), OutputAccumulator(8, 3, 64, device)
         cache.pages(0).copy_(pages)
         queries = q.to(device, dtype)
         for task in kernel.decode(rows, cache):

@@ -25,9 +25,12 @@ from actors.sampling.sampler import Sampler
 from actors.verify.report import Report
 from placement.layout import sequence_parallel
 from placement.layout.layout import Layout
+from placement.layout.mesh import Coords
 from placement.legality import rules
+from placement.model.spec import ModelSpec
 from placement.ownership import shards
 from placement.ownership.context import Ownership
+from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter
 from tests.support.models.tiny_models import tiny
 from tests.support.verifying import Tamper, verify
@@ -156,13 +159,13 @@ def test_a_scattered_region_that_passes_on_too_few_rows(monkeypatch: pytest.Monk
 
 
 def test_stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = actors.rank.assembly.own_shard
+    right = shards.shard
 
-    def swapped(config: Any) -> shards.Shard:
-        own = right(config)
-        return replace(own, layers=range(2 - own.layers.start, 4 - own.layers.start)) if config.layout.pp == 2 else own
+    def swapped(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
+        own = right(spec, layout, coords)
+        return replace(own, layers=range(2 - own.layers.start, 4 - own.layers.start)) if layout.pp == 2 else own
 
-    monkeypatch.setattr(actors.rank.assembly, "own_shard", swapped)
+    monkeypatch.setattr("placement.ownership.rank_identity.shard", swapped)
     assert_fault(verify(tiny("llama2"), "pp=2"), 0)
 
 
@@ -279,7 +282,8 @@ class UnrotatedKey:
 
 
 def wrong_scale(parts: Parts) -> None:
-    parts.decoder.layers["1"].attn._scale = parts.config.spec.mla.latent_dim**-0.5
+    attention = parts.decoder.layers["1"].attn
+    attention.params = replace(attention.params, scale=parts.config.spec.mla.latent_dim**-0.5)
 
 
 def latents_without_their_norm(parts: Parts) -> None:
