@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.render.kuberay import kustomization
-from serve_app.commands.render_command import RenderArgs, deployment_of, files_of
+from serve_app.commands.render_args import RenderArgs
+from serve_app.commands.render_command import deployment_of, files_of
 from serve_app.commands.render_text import text_of
 
 ROOT = Path(__file__).resolve().parents[1]
