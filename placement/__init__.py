@@ -1,6 +1,8 @@
-"""Decides what goes where, and what it costs: pure values, without torch and without Ray.
+"""Layout planning: decides which rank owns which weights, KV heads and experts, and estimates what that costs.
 
-checkpoint.header -> ModelSpec ─┐
-Layout.parse      -> Layout ────┼─> legality.check ─> mesh (the rank grid) ─> shards (who owns what) ─> cost, nodes
-nodes.hardware    -> ClusterSpec┘
+The package is pure Python over frozen values; it imports neither torch nor Ray::
+
+    checkpoint.header -> ModelSpec ─┐
+    Layout.parse      -> Layout ────┼─> legality.check ─> mesh (the rank grid) ─> shards (who owns what) ─> cost, nodes
+    nodes.hardware    -> ClusterSpec┘
 """

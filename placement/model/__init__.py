@@ -1,1 +1,1 @@
-"""What a model is: its sizes, attention kinds and experts, as one frozen value."""
+"""The model specification: sizes, attention kinds and experts of a model, as one frozen value."""

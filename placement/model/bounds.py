@@ -1,4 +1,4 @@
-"""Bounds of the sizes and factors of a model, checked where a value is made."""
+"""Annotated number types for model sizes and factors; pydantic checks the bounds when a value is constructed."""
 
 from __future__ import annotations
 

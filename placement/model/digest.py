@@ -1,9 +1,9 @@
-"""A name for a model by what it computes: its sizes, and a sample of its weights.
+"""The model digest: a hash over a model's specification and a sample of its weights.
 
-Two servers may exchange KV pages, or find each other's on a disk, only if they run the same weights. Reading gigabytes to
-know would delay every start, so of each weight file the header and `SAMPLES` samples spread evenly over it count, and its
-length: two trainings of one architecture differ everywhere, and a file that was cut or replaced differs too. A file edited
-in a few bytes on purpose may not.
+Two servers may exchange KV pages, or reuse each other's pages on disk, only if they run the same weights. Hashing gigabytes
+would delay every start, so the digest covers the length of each weight file, its header, and `SAMPLES` samples spread evenly
+over it. Two trainings of one architecture differ everywhere, and a truncated or replaced file differs too. A deliberate edit
+of a few bytes may go unnoticed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FORM = b"shardwright/model/1\0"
 
 
 def model_digest(spec: ModelSpec, path: Path) -> str:
-    """64 hexadecimal digits for the model in a folder of safetensors files, or in a GGUF file.
+    """Returns the digest, 64 hexadecimal digits, of a folder of safetensors files or of a GGUF file.
 
-    Raises `FileNotFoundError` where there are no weights.
+    Raises `FileNotFoundError` if there are no weight files.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
@@ -36,7 +36,7 @@ def model_digest(spec: ModelSpec, path: Path) -> str:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Its first samples, where a header is, then samples spread evenly up to its end."""
+    """Yields the first `SAMPLES` samples of a file, which cover its header, then samples spread evenly up to its end."""
     size = file.stat().st_size
     step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) // SAMPLES)
     with file.open("rb") as opened:

@@ -1,8 +1,8 @@
-"""The one kind of error whose text a person reads: it carries a code, wherever it is raised and however it travels.
+"""Errors reported to the user: each carries a stable code and a complete message, also across process boundaries.
 
-raise LayoutError ──→ the command that checks it                      one message, by `report_of`
-raise LaunchError ──→ Ray, Serve ──→ the command that deploys         the same, from a place where its process left it
-raise EngineBusy  ──→ token event ──→ endpoint ──→ HTTP answer        `code` and message in its JSON
+raise LayoutError ──→ the command that checks the layout              one message, made by `report_of`
+raise LaunchError ──→ Ray, Serve ──→ the command that deploys         the same, rebuilt from an `ErrorReport`
+raise EngineBusy  ──→ token event ──→ endpoint ──→ HTTP response      `code` and message in the JSON body
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 
 class ReportedError(Exception):
-    """An error whose text is written for whoever asked for what failed.
+    """An error whose text is written for the user whose request failed.
 
-    `code` names the kind of error for programs and stays the same between versions; ``str()`` is the text.
+    `code` identifies the kind of error for programs and is stable between versions; ``str()`` is the complete message.
     """
 
     code: str = "failed"
@@ -21,16 +21,16 @@ class ReportedError(Exception):
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What of a `ReportedError` crosses a process boundary where the exception itself does not."""
+    """The code and message of a `ReportedError`, sent across process boundaries that the exception itself cannot cross."""
 
     code: str
     message: str
 
 
 def report_of(error: BaseException) -> ErrorReport | None:
-    """The report of a `ReportedError`, also where another error brings it from another process, as its `cause`.
+    """Returns the report of a `ReportedError`, or None for any other error.
 
-    None for every other error.
+    An error that wraps a `ReportedError` from another process as its `cause` attribute (Ray's task errors do) counts as one.
     """
     for each in (getattr(error, "cause", None), error):
         if isinstance(each, ReportedError):

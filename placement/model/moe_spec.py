@@ -1,4 +1,4 @@
-"""What a mixture of experts is: which layers have how many, how a token's are chosen and weighted, and what an expert does."""
+"""Mixture of experts (MoE): which layers have experts, how the router scores and selects them, and what an expert computes."""
 
 from __future__ import annotations
 
@@ -9,49 +9,50 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from placement.model.bounds import Positive, PositiveInt
 
 ExpertTensorFormat = Literal["each", "mixtral", "fused", "gpt_oss", "stacked"]
-"""How a checkpoint holds the experts of a layer: see `placement.ownership.expert_slices`."""
+"""How a checkpoint stores the experts of a layer: see `placement.ownership.expert_slices`."""
 
 
 class MoESpec(BaseModel):
-    """The facts of a model's layers with experts; all of them are alike. Sizes are global (before any split).
+    """Sizes and routing rules of a model's MoE layers, which are all alike. Sizes are global (before any split).
 
-    A token's experts are the `top_k` of largest score (the lowest id among equals)::
+    A token is routed to the `top_k` experts of the largest score (the lowest id among equals)::
 
-        logits ─scoring─→ scores ──+ bias, best groups only──→ top k        the choice
-                            └─────────────────────────── of these: normalised, times routed_scaling     the weights
+        logits ─scoring─→ scores ──+ bias, best groups only──→ top k        the selection
+                            └────────── of the selected: normalised, times routed_scaling     the weights
 
-    Softmax over the logits of the chosen experts alone (gpt-oss) is softmax over all, normalised.
+    Softmax over the logits of the selected experts alone (gpt-oss) equals softmax over all experts, normalised.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_experts: PositiveInt
     top_k: PositiveInt
-    """Experts of a token, shared ones not counted."""
+    """Number of routed experts per token; shared experts are not counted."""
     expert_size: PositiveInt
-    """Columns of one expert."""
+    """Intermediate size (columns) of one expert."""
     layers: tuple[int, ...]
-    """Layers that have experts; the others are dense."""
+    """Indices of the MoE layers; the other layers are dense."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = False
-    """The weights of a token are made to add up to 1."""
+    """Whether the weights of a token are normalised to sum to 1."""
     choice_bias: bool = False
-    """A bias is added to the scores for the choice; the weights do not see it (DeepSeek-V3)."""
+    """Whether a bias is added to the scores for the selection only, not for the weights (DeepSeek-V3)."""
     groups: PositiveInt = 1
-    """Experts are in this many groups, of which a token can choose from the `top_groups` best."""
+    """Number of expert groups; a token selects its experts from the `top_groups` best groups."""
     top_groups: PositiveInt = 1
     group_score: Literal["best", "best_two"] = "best"
-    """What a group is worth: its best score, or its two best together."""
+    """Score of a group: its best expert score, or the sum of its two best."""
     routed_scaling: Positive = 1.0
-    """The weights are multiplied by this at last."""
+    """Factor applied to the weights last."""
     shared_size: Annotated[int, Field(ge=0)] = 0
-    """Columns of the expert that every token goes through besides; 0: there is none."""
+    """Intermediate size (columns) of the shared expert that processes every token; 0: there is none."""
     shared_gate: bool = False
-    """The shared expert's output is multiplied by the sigmoid of a product with the token (Qwen2-MoE)."""
+    """Whether the shared expert's output is multiplied by the sigmoid of a linear gate of the token (Qwen2-MoE)."""
     router_bias: bool = False
     expert_bias: bool = False
     swiglu_limit: Positive | None = None
-    """An expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))`` with gate and up held to this (gpt-oss)."""
+    """If set, an expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))``, with gate and up clamped to this limit
+    (gpt-oss)."""
     swiglu_alpha: Positive = 1.702
     form: ExpertTensorFormat = "each"
 
@@ -73,5 +74,5 @@ class MoESpec(BaseModel):
 
     @property
     def group_size(self) -> int:
-        """Experts of one group."""
+        """Number of experts in one group."""
         return self.num_experts // self.groups

@@ -1,6 +1,6 @@
-"""What a model is, as far as placing and computing it goes: one frozen value, read from a checkpoint's own header.
+"""The model specification: every size and option that placing and computing a model needs, as one frozen value.
 
-`read` (in `placement.checkpoint.header`) makes it from ``config.json`` or from a GGUF file.
+`read` (in `placement.checkpoint.header`) builds it from ``config.json`` or from the header of a GGUF file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelError(ReportedError, ValueError):
-    """A model that cannot be used: names the file and the field or tensor at fault."""
+    """The model is invalid or unsupported; the message names the file and the field or tensor at fault."""
 
     code = "bad_model"
 
@@ -29,8 +29,8 @@ class ModelError(ReportedError, ValueError):
 class RopeSpec(BaseModel):
     """Rotary position embedding. Field meanings follow the ``rope_scaling``/``rope_parameters`` keys of config.json.
 
-    ``factor`` is the context extension factor; ``original_max_position`` the trained context length in tokens.
-    Two kinds look at how long a sequence is (`depends_on_length`): ``longrope`` and ``dynamic``.
+    ``factor`` is the context extension factor; ``original_max_position`` is the trained context length in tokens. The
+    frequencies of two kinds, ``longrope`` and ``dynamic``, depend on the sequence length (`depends_on_length`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,13 +48,13 @@ class RopeSpec(BaseModel):
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factor: tuple[Positive, ...] = ()
-    """``longrope``: what each frequency is divided by in sequences of at most `original_max_position` tokens."""
+    """``longrope``: divisor of each frequency in sequences of at most `original_max_position` tokens."""
     long_factor: tuple[Positive, ...] = ()
-    """``longrope``: the same in longer sequences."""
+    """``longrope``: divisor of each frequency in longer sequences."""
     rotary_dims: PositiveInt | None = None
-    """Dimensions of each head that are rotated, from the first on; None: all."""
+    """Number of leading dimensions of each head that are rotated; None: all."""
     interleaved: bool = False
-    """Neighbouring dimensions are rotated together, not those half a head apart."""
+    """Whether neighbouring dimensions are rotated as pairs, instead of dimensions half a head apart."""
 
     @model_validator(mode="after")
     def _factors_fit(self) -> Self:
@@ -66,21 +66,22 @@ class RopeSpec(BaseModel):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the rotation of a position differs between sequences."""
+        """Whether the rotation at a position depends on the length of the sequence."""
         return self.kind in ("longrope", "dynamic")
 
     def deciding_length(self, prompt_length: int, longest: int) -> int:
-        """The length a sequence counts as having from its first token on; `longest` is what it can grow to.
+        """Returns the length, in tokens, by which the frequencies of a sequence are chosen when it starts.
 
-        ``longrope``: the longest, for a sequence must not change its frequencies on the way (a query rotated by one set does
-        not match keys rotated by the other). ``dynamic``: the prompt's; tokens past it count the tokens up to them.
+        `longest` is the length the sequence may grow to. ``longrope`` uses it, because a sequence must not change its
+        frequencies later: a query rotated by one set does not match keys rotated by the other. ``dynamic`` uses the prompt
+        length; each token after the prompt uses the number of tokens up to it.
         """
         return longest if self.kind == "longrope" else prompt_length
 
     def length_class(self, deciding_length: int) -> int:
-        """Sequences of one class have their tokens rotated alike, so that the keys of one can stand for those of another.
+        """Returns the class of a sequence: sequences of one class rotate equally and can share cached keys.
 
-        Up to the trained length all are alike.
+        All sequences up to the trained length are of class 0.
         """
         if not self.depends_on_length or deciding_length <= (self.original_max_position or 0):
             return 0
@@ -99,64 +100,64 @@ class ModelSpec(BaseModel):
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     window_kv_heads: PositiveInt | None = None
-    """KV heads of the layers with a window, where they have another number than the others."""
+    """Number of KV heads of the sliding-window layers; None: `num_kv_heads`."""
     head_dim: PositiveInt
-    """Dimensions of a query and of a key."""
+    """Number of dimensions of a query and of a key head."""
     value_dim: PositiveInt | None = None
-    """Dimensions of a value, where they are fewer."""
+    """Number of dimensions of a value head, if fewer than `head_dim`; None: `head_dim`."""
     value_scale: Positive = 1.0
-    """Values are multiplied by this."""
+    """Factor applied to the values."""
     intermediate_size: PositiveInt
-    """Columns of the MLP of a dense layer."""
+    """Intermediate size (columns) of the MLP of a dense layer."""
     vocab_size: PositiveInt
     max_position: PositiveInt
     norm_eps: Positive
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """What the gate of the MLP goes through."""
+    """Activation function of the MLP's gate."""
     moe: MoESpec | None = None
-    """The layers with experts; None: every layer is dense."""
+    """The MoE layers; None: every layer is dense."""
     sinks: Literal["none", "all", "windows"] = "none"
-    """Layers whose query heads each have a learned score beside those of the keys, which takes its share of the softmax and
-    adds nothing (gpt-oss): all, or those with a window."""
+    """Layers with attention sinks: none, all, or those with a window. A sink is a learned score of a query head that takes its
+    share of the softmax and contributes no value (gpt-oss)."""
     sinks_name: Literal["sinks", "attention_sink_bias"] = "sinks"
-    """What the checkpoint calls them."""
+    """Name of the sinks' tensor in the checkpoint."""
     mtp_layers: int = 0
-    """Layers after the last that guess further tokens. The checkpoint has them; they are not loaded."""
+    """Number of multi-token prediction (MTP) layers in the checkpoint, after the last decoder layer. They are not loaded."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "width"] = "none"
-    """RMS norm of queries and keys before rope. ``head``: over each head (Qwen3); ``width``: over all at once (OLMo-2)."""
+    """RMS norm of queries and keys before rope. ``head``: over each head (Qwen3); ``width``: over all heads (OLMo-2)."""
     norms: Literal["pre", "post", "sandwich", "sandwich_glm"] = "pre"
-    """Norms before the two halves of a layer, after them, or both; which names they have is in `placement.ownership.shards`."""
+    """Whether norms stand before attention and MLP, after them, or both; `placement.ownership.shards` has their names."""
     norm_offset: float = 0.0
-    """Added to every norm's weight (Gemma stores weights around 0)."""
+    """Offset added to every norm weight (Gemma stores weights around 0)."""
     embedding_scale: Positive = 1.0
-    """Token embeddings are multiplied by this."""
+    """Factor applied to the token embeddings."""
     attention_scale: Positive | None = None
-    """Attention scores are multiplied by this; None: ``head_dim ** -0.5``."""
+    """Factor applied to the attention scores; None: ``head_dim ** -0.5``."""
     attention_softcap: Positive | None = None
-    """c: attention scores s become ``c * tanh(s / c)``."""
+    """Soft cap c of the attention scores s: they become ``c * tanh(s / c)``."""
     logit_softcap: Positive | None = None
-    """The same for the logits."""
+    """Soft cap of the logits, by the same formula."""
     fused_qkv: bool = False
-    """The checkpoint holds q, k and v in one matrix."""
+    """Whether the checkpoint stores the q, k and v projections as one matrix."""
     fused_gate_up: bool = False
-    """The checkpoint holds the MLP's gate and up in one matrix."""
+    """Whether the checkpoint stores the MLP's gate and up projections as one matrix."""
     tie_embeddings: bool = False
     windows: tuple[PositiveInt | None, ...]
-    """Sliding window of each layer in tokens (a query sees itself and ``window - 1`` tokens before it); None: full."""
+    """Sliding window of each layer in tokens (a query attends to itself and ``window - 1`` tokens before it); None: full."""
     rope: RopeSpec = RopeSpec()
     mla: MLASpec | None = None
-    """Latent attention; then `num_kv_heads` is 1 (the latent) and `head_dim` the dimensions of a query."""
+    """Sizes of latent attention; if set, `num_kv_heads` is 1 (the latent) and `head_dim` is the size of a query."""
     local_rope: RopeSpec | None = None
-    """Rope of the layers with a window, where they have one of their own."""
+    """Rope of the sliding-window layers; None: `rope`."""
     unrotated_layers: tuple[int, ...] = ()
-    """Layers without rope."""
+    """Indices of the layers without rope."""
     dtype: DType = "bfloat16"
-    """Type the checkpoint was written in; for a quantised file, the type it is computed in."""
+    """Data type of the checkpoint; for a quantised file, the type it is computed in."""
     quantization: str | None = None
-    """None, or the file's dominant quantisation, for example ``Q4_1``."""
+    """Dominant quantisation of the file, for example ``Q4_1``; None: not quantised."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -180,7 +181,7 @@ class ModelSpec(BaseModel):
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of attention its layers have: one, or that of the layers that see everything and that of the others."""
+        """Attention kinds of the layers: one, or first that of the full-attention layers and then that of the window layers."""
         if self.mla is not None:
             return (latent_kind(self.num_heads, self.mla.latent_dim, self.mla.kv_lora_rank),)
         dims = (self.head_dim, self.value_dim or self.head_dim)
@@ -190,52 +191,52 @@ class ModelSpec(BaseModel):
         return (main, plain_kind(self.num_heads, self.window_kv_heads, *dims, label="window "))
 
     def kind_of(self, layer: int) -> int:
-        """The kind of a layer, as an index of `kinds`."""
+        """Returns the attention kind of a layer, as an index into `kinds`."""
         return int(self.window_kv_heads is not None and self.windows[layer] is not None)
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads of one KV group of the first kind."""
+        """Number of query heads per KV head, in layers of the first attention kind."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that its rope is made for."""
+        """Number of dimensions of a head that rope applies to, before `RopeSpec.rotary_dims`."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def kv_planes(self) -> int:
-        """`AttentionKind.planes`, which all kinds have alike."""
+        """Number of KV cache tensors of a layer (`AttentionKind.planes`), equal for all kinds."""
         return self.kinds[0].planes
 
     @property
     def kv_dim(self) -> int:
-        """Values of a token in one plane of the cache, for each KV head; that of keys, where values have another size."""
+        """Number of values per token and KV head in the key tensor of the cache (the value tensor may have fewer)."""
         return self.kinds[0].key_dim
 
     @property
     def scores_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor applied to the attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def widths(self) -> dict[str, int]:
-        """Columns of each kind of gated MLP the model has: what a tp group splits."""
+        """Intermediate size of each kind of gated MLP in the model, by name: the columns that a tp group splits."""
         moe = self.moe
         dense = {} if moe is not None and len(moe.layers) == self.num_layers else {"MLP": self.intermediate_size}
         shared = {"shared expert": moe.shared_size} if moe is not None and moe.shared_size else {}
         return dense | shared
 
     def moe_of(self, layer: int) -> MoESpec | None:
-        """The experts of a layer; None where it is dense."""
+        """Returns the MoE specification of a layer, or None if the layer is dense."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
 
     def has_sinks(self, layer: int) -> bool:
-        """Whether the query heads of a layer have sinks."""
+        """Whether the query heads of a layer have attention sinks."""
         return self.sinks == "all" or (self.sinks == "windows" and self.windows[layer] is not None)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """The rope of a layer; None where it has none."""
+        """Returns the rope of a layer, or None if the layer has none."""
         if layer in self.unrotated_layers:
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
