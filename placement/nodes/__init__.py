@@ -1,1 +1,1 @@
-"""Machines and the links between them; which node each bundle of a replica goes to."""
+"""Machines, the links between them, and the assignment of placement-group bundles to nodes."""

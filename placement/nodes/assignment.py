@@ -1,14 +1,15 @@
-"""Which node each bundle of a replica sits on, so that what talks most sits nearest.
+"""Topology-aware bundle assignment: which node each placement-group bundle of a replica is assigned to.
 
-Only bundles (tp groups) are assigned: a tp group is one bundle, and a bundle never leaves its node. What else talks::
+Bundles that communicate most are placed nearest to each other. A tp group is one bundle, and a bundle never spans nodes, so
+only communication between bundles matters::
 
     in every layer    cp rings, and the ranks of one copy of the experts        keep inside a fast domain, then on one node
     once a step       a stage and the next, DP ranks of one replica             keep inside a fast domain
     never             replicas                                                  keep apart
 
-Stages go to distinct nodes of a domain where there are enough. What comes first is the order of the fields of `Crossings`; the
-search (depth first, cheapest node first, never deeper than the best found) returns the best there is while the cluster is
-small, and the best it found in its budget otherwise.
+The stages of a replica go to distinct nodes of a domain if it has enough nodes. The order of the fields of `Crossings` sets the
+priorities. The search is a depth-first branch and bound that tries the cheapest node first. It returns the optimum on small
+clusters, and the best assignment found within its budget otherwise.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec
 
 _BUDGET = 5_000
-"""Nodes tried at most."""
+"""Maximum number of nodes that the search tries."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, order=True)
 class Crossings:
-    """What an assignment crosses; less is better, and the first field that differs decides.
+    """The cost of an assignment: boundaries that its groups cross. Lower is better; the first differing field decides.
 
-    A group of bundles counts one less than the domains (racks, zones; then nodes) it lies in.
+    A group of bundles counts one less than the number of domains, racks and zones (or of nodes) that it spans.
     """
 
     far_groups: int = 0
-    """Groups that talk in every layer, over slow links."""
+    """Slow links crossed by groups that communicate in every layer."""
     far_hops: int = 0
-    """Stage boundaries and DP ranks over slow links."""
+    """Slow links crossed by stage boundaries and between DP ranks."""
     near_groups: int = 0
-    """Groups that talk in every layer, over nodes of one fast domain or several."""
+    """Node boundaries crossed by groups that communicate in every layer, whatever the domain."""
     shared_stages: int = 0
-    """Stages on a node that has another stage of the same replica."""
+    """Number of stages on a node that also has another stage of the same replica."""
     spread: int = 0
-    """Nodes of a stage beyond its first."""
+    """Number of nodes of a stage beyond its first."""
     shared_replicas: int = 0
-    """Nodes that serve another replica too."""
+    """Number of nodes that also serve another replica."""
 
     def __add__(self, other: Crossings) -> Crossings:
         return Crossings(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
 
     def as_tuple(self) -> tuple[int, ...]:
-        """The fields, in order."""
+        """Returns the fields, in order."""
         return (
             self.far_groups,
             self.far_hops,
@@ -64,13 +65,13 @@ class Crossings:
 
 @dataclass(frozen=True)
 class BundleAssignment:
-    """The node (by its index in the cluster) of each bundle of one replica."""
+    """The node of each bundle of one replica, as an index into `ClusterSpec.nodes`."""
 
     nodes: tuple[int, ...]
     crossings: Crossings
 
     def node_of_rank(self, layout: Layout, world_rank: int) -> int:
-        """The node of a world rank."""
+        """Returns the node index of a world rank."""
         return self.nodes[world_rank // layout.tp]
 
 
@@ -82,9 +83,10 @@ def assign_bundles(
     others: Collection[int] = (),
     home: int | None = None,
 ) -> BundleAssignment | None:
-    """The nodes of one replica's bundles, or None where `free` slots (by node; all, unless given) have no room for its bundles.
+    """Returns the assignment of one replica's bundles, or None if they do not fit into the `free` slots.
 
-    `others`: nodes that serve other replicas. `home`: the node to begin on where nothing speaks against it.
+    `free` has the free slots of each node; None: all slots. `others` are the nodes that serve other replicas. `home` is the
+    node preferred for the first bundle among nodes of equal cost.
     """
     slots = [node.slots for node in cluster.nodes] if free is None else free
     room = [count // layout.tp for count in slots]
@@ -94,7 +96,7 @@ def assign_bundles(
 
 
 def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
-    """The assignment of every replica, one after the other on an idle cluster; None where they do not fit together."""
+    """Assigns every replica in turn on an idle cluster; returns None if they do not all fit."""
     free = [node.slots for node in cluster.nodes]
     assignments: list[BundleAssignment] = []
     for _ in range(layout.replicas):
@@ -109,13 +111,13 @@ def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> li
 
 
 def talkers(layout: Layout, spec: ModelSpec) -> Groups:
-    """Groups of bundles that talk in every layer."""
+    """Returns the groups of bundles that communicate in every layer."""
     axes = [axis for axis in mesh.talking_axes(spec) if axis in ("cp", "moe")]
     return _bundled(layout, axes)
 
 
 def dp_groups(layout: Layout) -> Groups:
-    """Groups of bundles that are DP ranks of one replica."""
+    """Returns the groups of bundles that belong to different DP ranks of one replica and communicate once a step."""
     return _bundled(layout, ["attn_dp"])
 
 
@@ -126,7 +128,7 @@ def _bundled(layout: Layout, axes: Sequence[str]) -> Groups:
 
 @dataclass
 class _Search:
-    """One search. `assigned` is the assignment so far, bundle by bundle; everything else follows from it."""
+    """State of one branch-and-bound search. `assigned` has the node of each bundle assigned so far."""
 
     layout: Layout
     groups: Groups
@@ -166,7 +168,7 @@ class _Search:
             self.room[node] += 1
 
     def _options(self) -> list[tuple[Crossings, int]]:
-        """Nodes for the next bundle, the most promising first; of nodes that are alike only one."""
+        """Returns (added cost, node) for the next bundle, most promising first, with one node for each set of equal nodes."""
         unlike: dict[object, int] = {}
         for node, room in enumerate(self.room):
             if room:
@@ -177,7 +179,7 @@ class _Search:
         )
 
     def _price(self, node: int) -> Crossings:
-        """What the next bundle adds on this node."""
+        """Returns the cost that assigning the next bundle to this node adds."""
         bundle, stage = len(self.assigned), len(self.assigned) // self.per_stage
         before = bundle - self.per_stage
         mine = self.assigned[stage * self.per_stage :]
@@ -195,20 +197,21 @@ class _Search:
         )
 
     def _new_regions(self, node: int, there: Sequence[int]) -> int:
-        """Levels (zone, rack, domain) at which a node adds a region to those of a group's members."""
+        """Returns at how many levels (zone, rack, domain) a node lies in a region that no member of a group lies in."""
         if not there:
             return 0
         return sum(all(self.regions[node][level] != self.regions[other][level] for other in there) for level in range(3))
 
     def _fit(self, node: int) -> tuple[int, int, int]:
-        """How well what is left fits: first its domain holds the replica, then the node the stage; the tightest first."""
+        """Returns a best-fit sort key: the node's domain should hold the rest of the replica, the node the rest of the
+        stage."""
         domain = sum(room for other, room in enumerate(self.room) if self.regions[other] == self.regions[node])
         left = self.total - len(self.assigned)
         of_stage = self.per_stage - len(self.assigned) % self.per_stage
         return _tightness(domain, left), _tightness(self.room[node], of_stage), node
 
     def _likeness(self, node: int) -> object:
-        """Equal for nodes that make no difference."""
+        """Returns a key that is equal for nodes between which the search need not distinguish."""
         flags = (self.room[node], node in self.others, node == self.home)
         if node in self.assigned:
             return node

@@ -1,12 +1,13 @@
-"""The bundles of resources one replica asks Ray for, and whether a cluster could ever grant them.
+"""Ray placement groups: the resource bundles that one replica requests, and whether a cluster could ever grant them.
 
-One bundle per tp group. A bundle never spans nodes, and tp groups are contiguous, so a tp group always shares a node::
+There is one bundle per tp group. A bundle never spans nodes, so the ranks of a tp group always share a node::
 
     tp=2,pp=2     world ranks  0 1 | 2 3
                   bundles        0 |   1      each {"CPU": 2}
 
-A placement group that cannot fit waits for ever, so the totals of the nodes are compared first: too large for them is
-*impossible* and refused at once; too large only for what is free now is *busy* and worth waiting for.
+Ray waits for ever for a placement group that cannot fit, so a request is compared with the nodes' total resources first. A
+request that exceeds the totals is *impossible* and refused at once; one that exceeds only the free resources is *busy* and can
+be waited for.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from placement.nodes.hardware import DeviceKind
 Bundle = dict[str, float]
 
 _UNITS_PER_RESOURCE = 10_000
-"""Ray counts resources in ten-thousandths."""
+"""Ray's resolution of resource amounts: ten-thousandths."""
 
 
 def bundles(layout: Layout, kind: DeviceKind) -> list[Bundle]:
-    """The bundles of one replica, in the order of their tp groups' world ranks: one CPU per rank, on CUDA one GPU too."""
+    """Returns the bundles of one replica in world-rank order: one CPU per rank, and on CUDA one GPU per rank as well."""
     per_rank = {"cpu": ("CPU",), "cuda": ("GPU", "CPU")}[kind]
     return [{resource: float(layout.tp) for resource in per_rank} for _ in range(layout.world // layout.tp)]
 
 
 def bundle_of(layout: Layout, world_rank: int) -> int:
-    """The bundle a world rank runs in."""
+    """Returns the index of the bundle that a world rank runs in."""
     return world_rank // layout.tp
 
 
 def counted(wanted: Sequence[Mapping[str, float]]) -> str:
-    """Bundles that are all alike, as ours are: ``2 bundles of 4 CPU``."""
+    """Returns the text for a list of equal bundles, for example ``2 bundles of 4 CPU``."""
     return f"{len(wanted)} bundle{'' if len(wanted) == 1 else 's'} of {_text(wanted[0])}"
 
 
 def impossible(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Why these bundles can never be placed together, or None if the nodes are large enough once they are idle.
+    """Returns why these bundles can never be placed together, or None if they fit on the idle nodes.
 
-    `nodes`: total resources by node name. Bundles may share a node. The check of the whole set places the largest
-    bundles first (first-fit decreasing), which is exact where all bundles are alike, as ours are.
+    `nodes` maps node names to total resources. Bundles may share a node. The check places the largest bundles first (first-fit
+    decreasing), which is exact if all bundles are equal, as those of `bundles` are.
     """
     if not wanted:
         return None
@@ -60,7 +61,7 @@ def impossible(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mappin
 
 
 def _first_fit_decreasing(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> int:
-    """How many bundles find room."""
+    """Returns how many bundles fit when the largest are placed first."""
     free = [{resource: _units(amount) for resource, amount in node.items()} for node in nodes.values()]
     placed = 0
     for bundle in sorted(wanted, key=_size, reverse=True):

@@ -1,7 +1,7 @@
-"""How many machines of one kind a layout needs, and how they are grouped: pods of a replica, workers of a cluster.
+"""Fleet sizing: how many machines (nodes or Kubernetes pods) of one kind a layout needs, and how they are grouped.
 
-A replica that fits into one machine has machines to share with others, or its own; one that does not gets whole machines of its
-own, a stage never split where one machine holds it::
+Replicas that fit into one machine share it, as many as it holds. A larger replica gets a group of whole machines of its own;
+a stage that fits into one machine is never split over two::
 
     tp=4 on machines of 8          2 replicas a machine
     tp=8,pp=2 on machines of 8     1 replica on 2 machines (a group of 2)
@@ -19,13 +19,14 @@ from placement.nodes.hardware import ClusterSpec, DeviceKind, NodeSpec
 
 MIB, GIB = 2**20, 2**30
 TRANSFER_BYTES = 8 * MIB
-"""Shared memory of a rank that hands off KV, at most: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one node)."""
+"""Upper bound of the shared memory that a rank uses for KV hand-off: 4.3 MB were measured (NIXL 1.5, UCX, two ranks on one
+node)."""
 MOST_MACHINES = 10_000
-"""Machines of one layout: more are a slip of the pen, and every one would be listed."""
+"""Maximum number of machines of one layout. A larger number is taken for a typing error, since every machine is listed."""
 
 
 class Machine(BaseModel):
-    """One kind of machine (or pod): its slots, and what surrounds them. `memory_bytes` is RAM, whatever the device."""
+    """One kind of machine or pod: its slots, CPUs and memory. `memory_bytes` is host RAM, whatever the device kind."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,21 +38,22 @@ class Machine(BaseModel):
 
     @property
     def shm_bytes(self) -> int:
-        """Shared memory for the object store, groups of CPU ranks, NCCL: a quarter of the memory, 16 GiB at most."""
+        """Bytes of shared memory for the object store, CPU rank groups and NCCL: a quarter of the RAM, at most 16 GiB."""
         return min(16 * GIB, self.memory_bytes // 4)
 
     @property
     def object_store_bytes(self) -> int:
-        """No tensor goes through the object store, so it needs little; and it must fit the shared memory."""
+        """Bytes of Ray's object store: half of the shared memory, at most 1 GiB, since no tensors pass through it."""
         return min(GIB, self.shm_bytes // 2)
 
     @property
     def ray_cpus(self) -> int:
-        """What Ray is told of its CPUs: on a CPU machine its slots, however many it has."""
+        """Number of CPUs declared to Ray: the slots on a CPU machine, all CPUs on a GPU machine."""
         return self.slots if self.kind == "cpu" else self.cpus
 
     def require_cpus(self) -> None:
-        """Raise `LayoutError` for fewer CPUs than ranks on GPUs ask for, one each (`placement.nodes.bundles`)."""
+        """Raises `LayoutError` if a GPU machine has fewer CPUs than slots: each rank requests one
+        (`placement.nodes.bundles`)."""
         if self.ray_cpus < self.slots:
             raise LayoutError(
                 f"a rank asks for a CPU beside its GPU, but a machine of {self.slots} GPUs has cpus={self.cpus}: give it "
@@ -59,8 +61,8 @@ class Machine(BaseModel):
             )
 
     def require_room_for_transfers(self) -> None:
-        """Raise `LayoutError` where its shared memory does not hold what ranks that hand off KV take of it."""
-        least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to a half
+        """Raises `LayoutError` if the shared memory is too small for the KV hand-off of all its ranks."""
+        least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to half
         if self.shm_bytes < least:
             raise LayoutError(
                 f"{self.slots} ranks that hand off KV take {TRANSFER_BYTES // MIB} MiB of shared memory each, to be left "
@@ -70,7 +72,7 @@ class Machine(BaseModel):
 
 
 class Fleet(BaseModel):
-    """`groups` times `hosts` machines; each group serves `replicas_a_group` replicas, on all its hosts."""
+    """The machines of a deployment: `groups` groups of `hosts` machines, each group serving `replicas_a_group` replicas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -81,12 +83,12 @@ class Fleet(BaseModel):
 
     @property
     def machines(self) -> int:
-        """All of them."""
+        """Total number of machines."""
         return self.hosts * self.groups
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The cluster they make."""
+        """The cluster that these machines form."""
         machine = self.machine
         memory = machine.memory_bytes if machine.kind == "cpu" else None
         nodes = (
@@ -96,9 +98,9 @@ class Fleet(BaseModel):
         return ClusterSpec(nodes=tuple(nodes))
 
     def require_memory(self, weight_bytes: int) -> None:
-        """Raise `LayoutError` where CPU machines are smaller than the weights they hold, KV and all else left out.
+        """Raises `LayoutError` if the weights alone, without KV cache, exceed the memory of a CPU machine.
 
-        `weight_bytes`: of all ranks of one replica.
+        `weight_bytes` is the total of all ranks of one replica.
         """
         least = weight_bytes * self.replicas_a_group // self.hosts
         if self.machine.kind == "cpu" and self.machine.memory_bytes < least:
@@ -109,8 +111,11 @@ class Fleet(BaseModel):
 
 
 def fleet(layout: Layout, machine: Machine) -> Fleet:
-    """The machines for all replicas of a layout. Raises `LayoutError` where a tp group does not fit into one, where ranks on
-    GPUs lack CPUs, and for more than `MOST_MACHINES`."""
+    """Returns the machines for all replicas of a layout.
+
+    Raises `LayoutError` if a tp group does not fit into one machine, if a GPU machine has too few CPUs, or if more than
+    `MOST_MACHINES` machines are needed.
+    """
     machine.require_cpus()
     made = _fleet(layout, machine)
     if made.machines > MOST_MACHINES:

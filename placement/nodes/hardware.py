@@ -1,11 +1,12 @@
-"""The machines a layout is placed on: nodes, the domains they share, and the links between them.
+"""Cluster topology: nodes, their fast domains, racks and zones, and the links between them.
 
-How far two nodes are apart is read from what they have in common; what neither of them says counts as shared::
+The distance between two nodes follows from the topology labels that they share. A level at which both labels are unknown
+counts as shared::
 
     distance 0   the same node
-             1   the same fast domain (NVLink across machines, or simply: nothing says they are apart)
+             1   the same fast domain (NVLink across machines, or no known difference)
              2   another fast domain, the same rack
-             3   another rack, the same zone          <- from 2 on, a link is slow
+             3   another rack, the same zone          <- links at distance 2 and above are slow
              4   another zone
 """
 
@@ -21,15 +22,15 @@ from placement.nodes.links import Link, NodeLink, assumed
 DeviceKind = Literal["cpu", "cuda"]
 
 SLOW = 2
-"""Distance from which a link is slow."""
+"""Smallest distance at which a link counts as slow."""
 
 
 class NodeSpec(BaseModel):
-    """One machine. `slots` is the number of ranks it can run: its GPUs, or on a CPU node the CPUs given to ranks.
+    """One machine. `slots` is the number of ranks it can run: its GPUs, or on a CPU node the CPUs reserved for ranks.
 
-    `memory_bytes` is the memory of all its slots together (GPU memory, or RAM); None where it is not known. `domain` names
-    the fastest network it shares with other nodes, `rack` and `zone` what that lies in; None where nobody says. `inside` is the
-    link between two of its own devices.
+    `memory_bytes` is the total memory of all its slots (GPU memory, or RAM); None if unknown. `domain` names the fastest
+    network it shares with other nodes; `rack` and `zone` contain the domain; None if unknown. `inside` is the link between two
+    of its own devices.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,23 +40,23 @@ class NodeSpec(BaseModel):
     memory_bytes: Annotated[int, Field(ge=0)] | None = None
     kind: DeviceKind = "cpu"
     id: str = ""
-    """What the scheduler calls it; empty where it has not been discovered."""
+    """Node ID in the scheduler (Ray); empty if the node was not discovered from a running cluster."""
     accelerator: str | None = None
     domain: str | None = None
     rack: str | None = None
     zone: str | None = None
     pool: str | None = None
-    """The pool of replicas it is kept for; None: any."""
+    """Name of the replica pool that the node is reserved for; None: any pool."""
     inside: Link | None = None
 
     @property
     def path(self) -> tuple[str | None, ...]:
-        """What it lies in, outermost first; its domain is that of its rack, its rack that of its zone."""
+        """Topology labels of the node, outermost first: zone, rack, domain."""
         return self.zone, self.rack, self.domain
 
 
 class ClusterSpec(BaseModel):
-    """The nodes a deployment may use. `links` are those that were measured; `link` knows all of them."""
+    """The nodes that a deployment may use. `links` holds measured links only; `link` also returns assumed ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +65,7 @@ class ClusterSpec(BaseModel):
 
     @property
     def slots(self) -> int:
-        """Ranks all nodes together can run."""
+        """Total number of ranks that the nodes can run."""
         return sum(node.slots for node in self.nodes)
 
     @property
@@ -73,22 +74,22 @@ class ClusterSpec(BaseModel):
         return max(self.nodes, key=lambda node: node.slots, default=None)
 
     def tp_groups(self, tp: int) -> int:
-        """How many groups of `tp` ranks fit when no group spans nodes."""
+        """Returns how many groups of `tp` ranks fit if no group spans nodes."""
         return sum(node.slots // tp for node in self.nodes)
 
     def distance(self, one: int, other: int) -> int:
-        """How far two nodes (by their index) are apart: 0 to 4, see the module."""
+        """Returns the distance between two nodes, given by index: 0 to 4, as defined in the module's docstring."""
         if one == other:
             return 0
         ways = zip(self.nodes[one].path, self.nodes[other].path, strict=True)
         return next((4 - level for level, (a, b) in enumerate(ways) if a != b), 1)
 
     def is_slow(self, one: int, other: int) -> bool:
-        """Whether the link between two nodes is slow: they share no fast domain."""
+        """Whether the link between two nodes is slow: the nodes share no fast domain."""
         return self.distance(one, other) >= SLOW
 
     def link(self, one: int, other: int) -> Link:
-        """The link from one node to another (from a node to itself: between its devices): measured, or what is assumed."""
+        """Returns the measured link between two nodes, or else the assumed one; for a node and itself, that of its devices."""
         a, b = self.nodes[one], self.nodes[other]
         if one == other and a.inside is not None:
             return a.inside
@@ -98,12 +99,14 @@ class ClusterSpec(BaseModel):
 
 _CPU_FACTS = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS = {"avx512bw", "bf16", "amx_bf16"}
-"""With AVX-512 alone, kernels widen bfloat16 on the way, at no great loss."""
+"""CPU flags that indicate fast bfloat16. AVX-512 without bf16 is included: kernels widen bfloat16 on load at little cost."""
 
 
 def cpu_has_bfloat16(facts: Path = _CPU_FACTS) -> bool:
-    """Whether this machine's CPU multiplies bfloat16 matrices about as fast as fp32 ones or faster; True where the system
-    does not say. One with AVX2 only is three to seven times slower in bfloat16."""
+    """Whether this machine's CPU multiplies bfloat16 matrices at least about as fast as fp32 ones; True if unknown.
+
+    A CPU with AVX2 only is three to seven times slower in bfloat16.
+    """
     try:
         lines = facts.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Links between nodes: how fast, how late, and whether anybody has measured it."""
+"""Network links between nodes: bandwidth, latency, and whether these were measured or assumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Link(BaseModel):
-    """One direction of a link. `assumed` is what links of this kind usually do, nothing that was seen here."""
+    """One direction of a link. `source` is ``measured``, or ``assumed`` for typical values of this kind of link."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -18,12 +18,12 @@ class Link(BaseModel):
     source: Literal["measured", "assumed"] = "assumed"
 
     def seconds(self, num_bytes: float, calls: float = 1) -> float:
-        """Time for so many bytes in so many messages, one after the other."""
+        """Returns the time in seconds to send `num_bytes` bytes in `calls` consecutive messages."""
         return calls * self.latency_s + num_bytes / self.bytes_per_s
 
 
 class NodeLink(BaseModel):
-    """The link between two nodes, by their names; the same both ways."""
+    """The link between two nodes, given by name; equal in both directions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,9 +33,9 @@ class NodeLink(BaseModel):
 
 
 NVLINK = Link(bytes_per_s=300e9, latency_s=5e-6)
-"""One direction of an A100's NVLink; newer ones are faster."""
+"""One direction of an A100's NVLink; newer generations are faster."""
 PCIE = Link(bytes_per_s=25e9, latency_s=10e-6)
-"""What is left of 16 lanes of PCIe 4."""
+"""Effective rate of 16 lanes of PCIe 4."""
 _MEMORY = Link(bytes_per_s=10e9, latency_s=20e-6)
 """Shared memory between processes."""
 _BETWEEN_GPU_NODES = {1: Link(bytes_per_s=25e9, latency_s=10e-6), 2: Link(bytes_per_s=25e9, latency_s=10e-6)}
@@ -46,12 +46,14 @@ _BETWEEN = {
     3: Link(bytes_per_s=1.25e9, latency_s=200e-6),
     4: Link(bytes_per_s=0.6e9, latency_s=1e-3),
 }
-"""10 Gbit/s Ethernet; between zones 5 Gbit/s and a millisecond."""
+"""Links by distance: 10 Gbit/s Ethernet; between zones about 5 Gbit/s with a latency of 1 ms."""
 
 
 def assumed(distance: int, kind: Literal["cpu", "cuda"], same_domain: bool) -> Link:
-    """The usual link at a distance (see `placement.nodes.hardware`). `same_domain`: a fast domain is named, and both are in
-    it."""
+    """Returns the typical link at a distance (see `placement.nodes.hardware`).
+
+    `same_domain` is whether both nodes are labelled with the same fast domain.
+    """
     if kind == "cpu":
         return _MEMORY if distance == 0 else _BETWEEN[distance]
     if distance == 0 or same_domain:
@@ -60,8 +62,11 @@ def assumed(distance: int, kind: Literal["cpu", "cuda"], same_domain: bool) -> L
 
 
 def fast_domains(names: Sequence[str], links: Sequence[NodeLink]) -> dict[str, str]:
-    """Names of domains by node, from measured links: nodes belong together that a link of at least a quarter of the fastest
-    one's speed joins, directly or through others. Empty where nothing is slower than that, or nothing was measured."""
+    """Infers fast domains from measured links; returns the domain name of each node.
+
+    Nodes share a domain if links of at least a quarter of the fastest link's speed join them, directly or through other nodes.
+    The result is empty if all nodes are in one domain, or if nothing was measured.
+    """
     fastest = max((each.link.bytes_per_s for each in links), default=0.0)
     home = {name: name for name in names}
     for each in links:
