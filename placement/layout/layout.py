@@ -1,11 +1,11 @@
-"""The parallel layout: one frozen value that says how many ranks hold what.
+"""The parallel layout: one frozen value with the size of every parallel axis (DP, PP, CP, TP, DCP, EP).
 
     stage_ranks = attn_dp * cp * tp = moe_dp * ep * moe_tp
     world       = pp * stage_ranks            (ranks of one replica)
     devices     = replicas * world
 
-Text form, used by every command, config and error: ``tp=2,pp=2`` (fields not named are 1). `moe_tp` is what `moe_dp` and `ep`
-leave of a stage's ranks, so it need not be named: ``tp=2`` is moe_tp=2, ``tp=16,ep=8`` too.
+Commands, configs and errors use the text form ``tp=2,pp=2``, in which omitted sizes are 1. `moe_tp` defaults to the quotient of
+a stage's ranks and ``moe_dp * ep``: both ``tp=2`` and ``tp=16,ep=8`` mean moe_tp=2.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LIST_SEPARATOR = "/"
 
 
 class LayoutError(ReportedError, ValueError):
-    """A layout text that cannot be read, or a layout that breaks rules. ``str()`` is the whole message."""
+    """A layout text cannot be parsed, or a layout breaks rules. ``str()`` is the complete message."""
 
     code = "bad_layout"
 
 
 class Layout(BaseModel):
-    """Parallel sizes of a deployment. Every size counts ranks (devices) and defaults to 1 (or off), `moe_tp` to what is left.
+    """Parallel sizes of a deployment. Sizes count ranks (devices) and default to 1 (or off), `moe_tp` to `rest_for_moe_tp`.
 
-    A copy with other sizes is a new `Layout` of `asked`: ``model_copy`` would keep the old `moe_tp`.
+    To change sizes, construct a new `Layout` from `asked`: ``model_copy`` would keep the old `moe_tp`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,40 +65,40 @@ class Layout(BaseModel):
 
     @property
     def rest_for_moe_tp(self) -> int:
-        """What `moe_dp` and `ep` leave of a stage's ranks: the only `moe_tp` that fits, where they divide them."""
+        """Ranks of a stage divided by ``moe_dp * ep``: the only legal `moe_tp`, if the division is exact."""
         return max(1, self.stage_ranks // (self.moe_dp * self.ep))
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The fields that say something: those not at their default. ``Layout(**layout.asked) == layout``."""
+        """Fields that differ from their default, by name. ``Layout(**layout.asked) == layout``."""
         usual = {name: field.default for name, field in type(self).model_fields.items()} | {"moe_tp": self.rest_for_moe_tp}
         return {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.attn_dp * self.cp * self.tp
 
     @property
     def world(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return self.pp * self.stage_ranks
 
     @property
     def devices(self) -> int:
-        """Ranks of the whole deployment."""
+        """Number of ranks of the whole deployment."""
         return self.replicas * self.world
 
     @property
     def kv_owners(self) -> int:
-        """Ranks over which the KV blocks of one sequence are split (see `placement.ownership.context`)."""
+        """Number of ranks over which the KV blocks of one sequence are split (see `placement.ownership.context`)."""
         return self.cp * self.dcp
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text form, for example ``tp=2,pp=2,stage_layers=16/14``; empty text is the single rank.
+        """Parses the text form, for example ``tp=2,pp=2,stage_layers=16/14``; an empty text is the single-rank layout.
 
-        Raises `LayoutError` with everything that is wrong with the text.
+        Raises `LayoutError` that lists every fault of the text.
         """
         values: dict[str, Any] = {}
         faults: list[str] = []
@@ -127,7 +127,7 @@ class Layout(BaseModel):
             raise LayoutError(f"layout {text!r}: {'; '.join(faults)}") from None
 
     def __str__(self) -> str:
-        """The shortest text form: fields at their default are left out; the single rank is ``tp=1``."""
+        """Returns the shortest text form: fields at their default are omitted; the single-rank layout is ``tp=1``."""
         asked = self.asked
         first = [name for name in ("tp", "pp") if name in asked]
         return ",".join(f"{name}={text_of(asked[name])}" for name in dict.fromkeys((*first, *asked))) or "tp=1"
@@ -165,7 +165,7 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "lm_head": (_LM_HEADS.get, "auto, dp_rank or stage"),
     "dispatch": ({mode: mode for mode in ("auto", "gather", "a2a")}.get, "auto, gather or a2a"),
 }
-"""How each field is read (None: unreadable), and what it must be. The others are `_SIZE`."""
+"""Parser (which returns None for an invalid text) and description of the legal values of each field; `_SIZE` for the rest."""
 
 
 def _unknown(name: str, fields: list[str]) -> str:
@@ -175,7 +175,7 @@ def _unknown(name: str, fields: list[str]) -> str:
 
 
 def text_of(value: object) -> str:
-    """The value of one field in the text form."""
+    """Returns the text form of one field's value."""
     if isinstance(value, tuple):
         return _LIST_SEPARATOR.join(text_of(entry) for entry in value)
     if isinstance(value, bool):

@@ -1,18 +1,18 @@
-"""Over which ranks of a stage the LM head is split: those of each DP rank, or those of all DP ranks together.
+"""Sharding of the LM head with DP attention: over the ranks of each DP rank, or over those of all DP ranks together.
 
 Two DP ranks (attn_dp) of two tp ranks, 100 vocabulary rows::
 
                      DP rank 0           DP rank 1
                      rank 0    rank 1    rank 2    rank 3
-    lm_head=dp_rank  0-49      50-99     0-49      50-99     each DP rank chooses its tokens by itself
-    lm_head=stage    0-24      25-49     50-74     75-99     all choose those of all DP ranks together
+    lm_head=dp_rank  0-49      50-99     0-49      50-99     each DP rank samples its own tokens
+    lm_head=stage    0-24      25-49     50-74     75-99     all ranks sample the tokens of all DP ranks together
 
-Over the stage a rank holds, and reads in every step, as many times less of the head as there are DP ranks. Before it the rows
-that tokens are chosen from are gathered from all DP ranks, each rank bringing its share of its DP rank's; sampling exchanges
-go over the same group. A DP rank without rows takes part, since the others need its part of the vocabulary.
+With ``lm_head=stage`` a rank holds, and reads in every step, ``1 / attn_dp`` of what it would hold otherwise. The hidden states
+to sample from are first gathered from all DP ranks, each rank contributing its share of those of its DP rank; the exchanges of
+sampling use the same group. A DP rank without rows takes part, since the others need its part of the vocabulary.
 
-The rule, where ``lm_head=auto``: over the stage where DP ranks meet in every layer anyway (models with experts) and a rank is
-spared at least `WORTH_BYTES`: reading those takes a GPU of 3.35 TB/s about 20 µs, as long as the one gather takes to start.
+``lm_head=auto`` splits the head over the stage if DP ranks communicate in every layer anyway (MoE models) and a rank saves at
+least `WORTH_BYTES`: reading that much takes a GPU of 3.35 TB/s about 20 µs, the start-up time of the additional gather.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def is_over_stage(spec: ModelSpec, layout: Layout) -> bool:
 
 
 def spared_bytes(spec: ModelSpec, layout: Layout) -> int:
-    """Bytes of the head, in the model's own dtype, that a rank has less of when it is split over all DP ranks."""
+    """Returns the bytes of the head, in the model's dtype, that a rank saves if the head is split over all DP ranks."""
     head = spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
     return head // layout.tp - head // (layout.tp * layout.attn_dp)
 
 
 def head_can_be_sharded(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """A rule of `placement.legality.rules`: what was asked for is possible, and means something."""
+    """Checks that the requested `lm_head` is possible and has an effect (a rule of `placement.legality.rules`)."""
     if layout.lm_head == "stage" and (why := _hindrance(spec, layout)):
         yield "lm_head", f"lm_head=stage splits the head over the DP ranks of a stage, but {why}"
     if layout.lm_head == "dp_rank" and layout.attn_dp == 1:

@@ -1,4 +1,4 @@
-"""The rank grid: which rank sits where, and who talks to whom along each axis.
+"""The rank grid (device mesh): coordinates of every rank, and the process groups along each parallel axis.
 
 Rank order inside a replica, outermost axis first: ``pp, attn_dp, cp, tp``. With ``pp=2, tp=3``::
 
@@ -6,18 +6,18 @@ Rank order inside a replica, outermost axis first: ``pp, attn_dp, cp, tp``. With
     stage 0        0   1   2      <- a tp group is a row: contiguous ranks, so it falls inside a node
     stage 1        3   4   5      <- a pp group is a column: 0-3, 1-4, 2-5
 
-Inside a tp group, ``dcp`` consecutive ranks that hold the same KV head share its positions. With ``tp=4, dcp=2``::
+Inside a tp group, ``dcp`` consecutive ranks that hold the same KV head split its positions between them. With ``tp=4, dcp=2``::
 
     tp group     [0 1 2 3]
     dcp groups   [0 1] [2 3]
 
-The MoE layers see the same ranks of a stage in another grid, ``moe_dp, ep, moe_tp``: which DP rank or tp group a rank serves in
-attention says nothing about its experts. 16 ranks as ``attn_dp=4, tp=4`` with ``ep=16``::
+The MoE layers arrange the ranks of a stage in another grid, ``moe_dp, ep, moe_tp``, independent of the DP rank and tp group
+that a rank belongs to in attention. 16 ranks as ``attn_dp=4, tp=4`` with ``ep=16``::
 
                   tp0 tp1 tp2 tp3
     attn_dp 0       0   1   2   3     world_rank = dp_rank * 4 + tp_rank
     attn_dp 1       4   5   6   7     <- a DP rank attends to its own requests; its tp group, a row, splits their tokens before
-    attn_dp 2       8   9  10  11        the experts (reduce-scatter) and joins them after (all-gather)
+    attn_dp 2       8   9  10  11        the experts (reduce-scatter) and gathers them after (all-gather)
     attn_dp 3      12  13  14  15
                     one ep group of all 16 (all-to-all): rank r holds 1/16 of the experts
 
@@ -46,18 +46,18 @@ MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
 """Axes of the grid that the MoE layers see, outermost first."""
 
 HEAD_AXIS = "head"
-"""Joins the tp groups of all DP ranks, where the head is split over them (`placement.layout.lm_head`)."""
+"""Axis that joins the tp groups of all DP ranks, used if the LM head is split over them (`placement.layout.lm_head`)."""
 
 GROUP_AXES = (*AXES, "dcp")
-"""Axes along which the ranks of every model are grouped."""
+"""Axes that have groups for every model."""
 
 MOE_GROUP_AXES = (*MOE_AXES[1:], "moe")
-"""Axes along which the ranks of a model with experts are grouped besides."""
+"""Additional axes that have groups for MoE models."""
 
 
 @dataclass(frozen=True)
 class Coords:
-    """Where a rank sits in its replica's grid: one index per axis of `AXES`."""
+    """Coordinates of a rank in its replica's grid: one index per axis of `AXES`."""
 
     pp: int
     attn_dp: int
@@ -67,7 +67,7 @@ class Coords:
 
 @dataclass(frozen=True)
 class MoECoords:
-    """Where the MoE layers see a rank: one index per axis of `MOE_AXES`."""
+    """Coordinates of a rank in the grid of the MoE layers: one index per axis of `MOE_AXES`."""
 
     pp: int
     moe_dp: int
@@ -76,30 +76,30 @@ class MoECoords:
 
 
 def sizes(layout: Layout, axes: Sequence[str] = AXES) -> tuple[int, ...]:
-    """Number of ranks along each of the axes."""
+    """Returns the number of ranks along each of the axes."""
     return tuple(getattr(layout, axis) for axis in axes)
 
 
 def coords_of(layout: Layout, world_rank: int) -> Coords:
-    """Coordinates of a world rank. Raises `IndexError` outside ``range(layout.world)``."""
+    """Returns the coordinates of a world rank. Raises `IndexError` outside ``range(layout.world)``."""
     return Coords(*_indices(layout, AXES, world_rank))
 
 
 def world_rank(layout: Layout, coords: Coords) -> int:
-    """World rank at the given coordinates; the inverse of `coords_of`."""
+    """Returns the world rank at the given coordinates; the inverse of `coords_of`."""
     return _number(layout, AXES, coords)
 
 
 def moe_coords_of(layout: Layout, world_rank: int) -> MoECoords:
-    """Coordinates of a world rank in the grid of the MoE layers. Raises `IndexError` outside ``range(layout.world)``.
+    """Returns a world rank's coordinates in the grid of the MoE layers. Raises `IndexError` outside ``range(layout.world)``.
 
-    The layout must have passed `placement.legality.check`: both grids have as many ranks.
+    The layout must have passed `placement.legality.check`, so that both grids have the same number of ranks.
     """
     return MoECoords(*_indices(layout, MOE_AXES, world_rank))
 
 
 def moe_world_rank(layout: Layout, coords: MoECoords) -> int:
-    """World rank at the given coordinates; the inverse of `moe_coords_of`."""
+    """Returns the world rank at the given MoE coordinates; the inverse of `moe_coords_of`."""
     return _number(layout, MOE_AXES, coords)
 
 
@@ -121,24 +121,24 @@ def _number(layout: Layout, axes: Sequence[str], coords: Coords | MoECoords) -> 
 
 
 def output_ranks(layout: Layout) -> list[int]:
-    """World rank that sends the results of each DP rank: its first rank of the last stage.
+    """Returns the output rank of each DP rank: the world rank that sends its results, the first of its last stage.
 
-    All its tp ranks sample the same tokens; its other cp ranks do not hold the last token of a split prompt.
+    All tp ranks of a DP rank sample the same tokens; its other cp ranks do not hold the last token of a split prompt.
     """
     return [world_rank(layout, Coords(pp=layout.pp - 1, attn_dp=dp_rank, cp=0, tp=0)) for dp_rank in range(layout.attn_dp)]
 
 
 def dp_rank_members(layout: Layout, dp_rank: int) -> frozenset[int]:
-    """World ranks of a DP rank, in all stages."""
+    """Returns the world ranks of a DP rank, in all stages."""
     return frozenset(rank for rank in range(layout.world) if coords_of(layout, rank).attn_dp == dp_rank)
 
 
 def groups(layout: Layout, axis: str) -> list[list[int]]:
-    """All groups of one axis of `GROUP_AXES` or `MOE_GROUP_AXES`: world ranks that differ, in their grid, in that axis only; of
-    `HEAD_AXIS`, by DP rank and tp rank.
+    """Returns all groups of one axis of `GROUP_AXES`, `MOE_GROUP_AXES` or `HEAD_AXIS`, as lists of world ranks.
 
-    Groups are in axis order, and partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
-    treating it as one of size 1 would turn a misspelling into missing collectives.
+    The ranks of a group differ only in their coordinate along that axis (for `HEAD_AXIS`: in DP rank and tp rank). They are in
+    axis order, and the groups partition the world. Every rank computes the same list. Raises `KeyError` for an unknown axis:
+    treating it as an axis of size 1 would turn a misspelling into missing collectives.
     """
     if axis not in _GROUPS:
         raise KeyError(f"there is no axis {axis!r}; the axes are {', '.join((*GROUP_AXES, *MOE_GROUP_AXES, HEAD_AXIS))}")
@@ -146,7 +146,7 @@ def groups(layout: Layout, axis: str) -> list[list[int]]:
 
 
 def _along(grid: Sequence[str], *axes: str) -> Callable[[Layout], list[list[int]]]:
-    """The groups of ranks whose coordinates in a grid differ in `axes` only."""
+    """Returns a function that lists the groups of ranks whose coordinates in a grid differ in `axes` only."""
 
     def groups_of(layout: Layout) -> list[list[int]]:
         by_rest: dict[tuple[int, ...], list[int]] = {}
@@ -160,7 +160,7 @@ def _along(grid: Sequence[str], *axes: str) -> Callable[[Layout], list[list[int]
 
 
 def _dcp_groups(layout: Layout) -> list[list[int]]:
-    """Runs of `dcp` consecutive ranks within each tp group."""
+    """Returns the runs of `dcp` consecutive ranks within each tp group."""
     tp_groups = _along(AXES, "tp")(layout)
     return [group[start : start + layout.dcp] for group in tp_groups for start in range(0, layout.tp, layout.dcp)]
 
@@ -172,15 +172,15 @@ _GROUPS: Mapping[str, Callable[[Layout], list[list[int]]]] = {
     "moe": _along(MOE_AXES, "ep", "moe_tp"),
     HEAD_AXIS: _along(AXES, "attn_dp", "tp"),
 }
-"""How the groups of each axis are found."""
+"""Function that lists the groups of each axis."""
 
 
 def talking_axes(spec: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
-    """Axes along which the ranks of a model talk, and so have a group; with a layout, those that only some layouts have too."""
+    """Returns the axes along which the ranks of a model communicate; `HEAD_AXIS` is included only if `layout` needs it."""
     axes = GROUP_AXES if spec.moe is None else (*GROUP_AXES, "moe")
     return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(spec, layout) else axes
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
-    """The group of one axis that a world rank belongs to."""
+    """Returns the group of one axis that a world rank belongs to."""
     return next(group for group in groups(layout, axis) if rank in group)

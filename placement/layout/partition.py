@@ -1,11 +1,11 @@
-"""Partition a row of items: contiguous, exact, the same on every rank.
+"""Partition of a sequence of items (layers, heads, columns) into contiguous parts: exact, and the same on every rank.
 
-Evenly, or by shares (how much each part is to carry, in any unit)::
+The parts are even, or in proportion to given shares::
 
     9 items, 3 parts               3 3 3
     9 items, shares 5 : 2 : 1      6 2 1        quotas 5.6 2.3 1.1: the floors, then one each to the largest remainders
 
-Shares are turned into exact fractions, so no rounding decides who gets an item.
+Shares are converted to exact fractions, so that rounding never decides which part gets an item.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 Shares = tuple[float, ...] | None
-"""What each part is to carry, in proportion; None: all the same."""
+"""Relative size of each part, in any unit; None: all parts are equal."""
 
 
 def partition(total: int, parts: int, shares: Shares = None) -> list[range]:
-    """Contiguous ranges that cover ``range(total)``: the counts of `counts`, in order."""
+    """Splits ``range(total)`` into `parts` contiguous ranges, whose lengths are those of `counts`."""
     return ranges(counts(total, parts, shares))
 
 
 def counts(total: int, parts: int, shares: Shares = None) -> list[int]:
-    """How many of `total` items each part gets: its quota rounded down, or up; lower parts first among equals.
+    """Returns the number of items of each part: its quota rounded down or up, by largest remainder, lower parts first.
 
-    With shares no part is left without (there must be an item for each): where a quota is below one the part gets one,
-    and the others share what is left.
+    With shares every part gets at least one item (`total` must be at least `parts`): a part whose quota is below one gets one,
+    and the others share the rest.
     """
     if shares is None:
         return [total // parts + (part < total % parts) for part in range(parts)]
@@ -38,10 +38,10 @@ def counts(total: int, parts: int, shares: Shares = None) -> list[int]:
 
 
 def partition_balanced(blocks: int, block: int, already: Sequence[int], each: int, shares: Shares = None) -> list[range]:
-    """Assign `blocks` blocks one by one to the part that holds least for its share, the lowest on a tie.
+    """Splits ``blocks * block`` items into contiguous ranges by a greedy assignment of blocks of `block` items.
 
-    `already`: weight a part holds; `each`: weight of one of the `block` items in a block. Every part gets one block
-    first, however much it holds.
+    Every part first gets one block. Each further block goes to the part with the least weight relative to its share, the lowest
+    on a tie. `already` is the weight that each part holds before; `each` is the weight of one item.
     """
     scale = _inverses(shares or [1.0] * len(already))
     parts = [block] * len(already)
@@ -56,10 +56,12 @@ def partition_balanced(blocks: int, block: int, already: Sequence[int], each: in
 
 @lru_cache(maxsize=64)
 def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = None) -> tuple[range, ...]:
-    """Which parts split each of `groups` groups of `group_size` items, when there are more parts than groups.
+    """Assigns a run of neighbouring parts to each of `groups` groups of `group_size` items, if there are more parts than
+    groups.
 
-    Runs of neighbouring parts, one run a group, none longer than the group. Without shares their lengths differ by at most
-    one. With shares it is the split that brings every part nearest to its quota (least squares), then the most even one.
+    The parts of a run split the items of their group, so no run is longer than `group_size`. Without shares the lengths of the
+    runs differ by at most one. With shares the runs bring the parts nearest to their quotas (least squares); among equals, the
+    most even runs are chosen.
     """
     if shares is None:
         return tuple(partition(parts, groups))
@@ -75,7 +77,7 @@ def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = 
 
     @cache
     def best(start: int, left: int) -> tuple[Fraction, int, tuple[int, ...]]:
-        """Cost of the parts from `start` on over `left` groups, and the lengths of their runs."""
+        """Returns the cost of splitting `left` groups over the parts from `start` on, and the lengths of the runs."""
         longest, shortest = min(group_size, parts - start - (left - 1)), max(1, parts - start - (left - 1) * group_size)
         options = []
         for length in range(longest, shortest - 1, -1) if left > 1 else [parts - start]:
@@ -88,12 +90,12 @@ def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = 
 
 
 def ranges(lengths: Sequence[int]) -> list[range]:
-    """Contiguous ranges of the given lengths, from 0."""
+    """Returns contiguous ranges of the given lengths, starting at 0."""
     return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def _largest_remainder(total: int, shares: Sequence[Fraction]) -> list[int]:
-    """Hamilton's method over the parts whose quota is at least one; the others get one each, and are out of the sum."""
+    """Applies Hamilton's method to the parts whose quota is at least one; every other part gets one item beforehand."""
     minimal: set[int] = set()
     while True:
         remaining = [part for part in range(len(shares)) if part not in minimal]
@@ -111,7 +113,7 @@ def _largest_remainder(total: int, shares: Sequence[Fraction]) -> list[int]:
 
 
 def _inverses(shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to 1/share: loads times these compare like loads for their share, and exactly."""
+    """Returns integers in proportion to ``1 / share``, so that loads relative to shares can be compared exactly."""
     fractions = [Fraction(share) for share in shares]
     multiple = lcm(*(fraction.numerator for fraction in fractions))
     return [fraction.denominator * (multiple // fraction.numerator) for fraction in fractions]

@@ -1,17 +1,18 @@
-"""How the layers are cut into pipeline stages when nobody says: the largest stage as small as it can be.
+"""Pipeline parallelism (PP): the default partition of layers into stages, which minimises the largest stage.
 
-A stage costs what it reads for a step of one token: the weights of its layers, and on the last stage the head. The
-embedding is looked up, not read, so it costs no time; but the first stage must hold it. Hence, in this order:
+The cost of a stage is the number of weights it reads for a step of one token: those of its layers, and on the last stage those
+of the LM head. The embedding is looked up, not read, so it costs no time, but the first stage must hold it. The criteria are,
+in this order:
 
-1. the most that any stage reads is as small as possible;
+1. the maximum of what any stage reads is as small as possible;
 2. what the stages read is as even as possible (least squares);
-3. so is what they hold, the embedding counted with the first;
-4. earlier stages get more.
+3. what the stages hold, including the embedding, is as even as possible (least squares);
+4. earlier stages get more layers.
 
-With a head smaller than a layer the stages are within one layer of each other. SmolLM2-135M has 30 layers of 3.5M weights and
-a head of 28M, the weight of eight layers::
+If the head is smaller than a layer, the stages differ by at most one layer. SmolLM2-135M has 30 layers of 3.5M weights and a
+head of 28M weights, as many as eight layers::
 
-    pp=2     19 layers │ 11 + head                      both read 19 layers' worth
+    pp=2     19 layers │ 11 + head                      both read the equivalent of 19 layers
     pp=4      9 │ 10 │ 9 │ 2 + head
 """
 
@@ -21,12 +22,15 @@ from functools import cache, lru_cache
 from itertools import accumulate
 
 _Cost = tuple[int, int]
-"""(sum of squares of what stages read, of what they hold)."""
+"""Pair of sums of squares: of the weights that the stages read, and of the weights that they hold."""
 
 
 @lru_cache(maxsize=256)
 def partition_layers(layers: tuple[int, ...], stages: int, embedding: int, head: int) -> tuple[int, ...]:
-    """Number of layers of each of `stages` stages; at least one each. Costs in weights; `layers` that of each layer."""
+    """Returns the number of layers of each of `stages` stages, at least one each.
+
+    `layers` has the number of weights of each layer, `embedding` and `head` those of the embedding and the LM head.
+    """
     starts = [0, *accumulate(layers)]
     limit = _least_maximum(starts, stages, head)
 
@@ -35,7 +39,7 @@ def partition_layers(layers: tuple[int, ...], stages: int, embedding: int, head:
 
     @cache
     def best(first: int, left: int) -> tuple[_Cost, tuple[int, ...]] | None:
-        """The cheapest split of the layers from `first` on into `left` stages; None: none keeps within the limit."""
+        """Returns the cheapest split of the layers from `first` on into `left` stages; None if none stays within the limit."""
         found = None
         for stop in range(first + 1, len(layers) - left + 2) if left > 1 else [len(layers)]:
             reads = read(first, stop)
@@ -56,7 +60,7 @@ def partition_layers(layers: tuple[int, ...], stages: int, embedding: int, head:
 
 
 def _least_maximum(starts: list[int], stages: int, head: int) -> int:
-    """The least that the largest of `stages` stages can read; `starts` are the running sums of the layers' costs."""
+    """Returns the smallest possible maximum of what a stage reads; `starts` are the running sums of the layers' costs."""
     ends = [*starts[:-1], starts[-1] + head]
     largest: dict[int, int] = {0: 0}
     for stage in range(stages):
