@@ -1,1 +1,1 @@
-"""What a layout costs before it runs: memory, and the bytes that every collective sends."""
+"""Cost estimates of a layout before it runs: memory per rank, and the bytes that every collective sends."""

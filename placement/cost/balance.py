@@ -1,4 +1,4 @@
-"""How evenly the ranks of a replica are loaded, and how long the stages of a pipeline wait for each other."""
+"""Load balance over the ranks of a replica, and the pipeline bubble (idle time of pipeline-parallel stages)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MEASURE = "weights a rank reads for each step of one token; an embedding that is
 
 @dataclass(frozen=True)
 class Balance:
-    """Work of each world rank, by `MEASURE`, in weight elements.
+    """Work of each world rank, in weight elements read per token, as `MEASURE` defines it.
 
-    A step takes as long as its slowest rank, so `mean_over_max` is the part of the devices' time that is used.
-    `for_shares` is the same with each rank's work divided by its share of the tp group: 1 when work follows `tp_shares`
-    exactly. Without shares it equals `mean_over_max`. Stages count alike: they work at the same time when enough
-    micro-batches are in flight (see `bubble`).
+    A step takes as long as its slowest rank, so `mean_over_max` is the fraction of the devices' time that is used. `for_shares`
+    is the same ratio with each rank's work divided by its share of the tp group: 1 if work is exactly proportional to
+    `tp_shares`, and equal to `mean_over_max` without shares. All stages are compared with each other, since they work
+    concurrently if enough micro-batches are in flight (see `bubble`).
     """
 
     work: tuple[int, ...]
@@ -32,7 +32,7 @@ class Balance:
 
 
 def balance(spec: ModelSpec, layout: Layout) -> Balance:
-    """The balance of one replica."""
+    """Returns the load balance of one replica."""
     all_coords = [coords_of(layout, rank) for rank in range(layout.world)]
     work = tuple(weights_read(spec, shard(spec, layout, coords)) for coords in all_coords)
     shares = layout.tp_shares or (1.0,) * layout.tp
@@ -42,8 +42,10 @@ def balance(spec: ModelSpec, layout: Layout) -> Balance:
 
 
 def weights_read(spec: ModelSpec, own: Shard) -> int:
-    """Weight elements a rank reads for a step of one token. Padding rows are read like any other; of experts those that the
-    token is expected to choose, all being as likely."""
+    """Returns the number of weight elements that a rank reads for a step of one token.
+
+    Padding rows count. Experts count by the expected number that the token is routed to, all experts being equally likely.
+    """
     rows = {row.name: _read(spec, row) for row in parameters(spec, own)}
     looked_up = rows.pop("embed.weight", 0)
     is_head = own.last_stage and "head.weight" not in rows
@@ -56,9 +58,9 @@ def _read(spec: ModelSpec, row: Parameter) -> int:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Part of a pipeline's time that a stage idles: ``(P-1) / (M+P-1)`` (Huang et al. 2019, GPipe, section 2.3).
+    """Returns the fraction of time that a pipeline stage idles: ``(P-1) / (M+P-1)`` (Huang et al. 2019, GPipe, section 2.3).
 
-    Four stages, five micro-batches; a stage works for 5 of 8 turns::
+    With four stages and five micro-batches, a stage works in 5 of 8 time slots::
 
         stage 0   0 1 2 3 4 . . .
         stage 1   . 0 1 2 3 4 . .
@@ -69,6 +71,6 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def _mean_over_max(work: Sequence[int], speeds: Sequence[float]) -> float:
-    """Time of a perfect split over the time of this one, on ranks of the given speeds."""
+    """Returns the time of a perfect split divided by the time of this split, on ranks of the given speeds."""
     slowest = max(done / speed for done, speed in zip(work, speeds, strict=True))
     return sum(work) / sum(speeds) / slowest

@@ -1,4 +1,4 @@
-"""One kind of collective call, with its bytes; a constructor for each operation of a group."""
+"""Traffic entries: collective calls with their byte counts, and one constructor for each operation (all-reduce, send, ...)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
 
 @dataclass(frozen=True)
 class TrafficEntry:
-    """`calls` equal calls of one operation on one axis, by one rank.
+    """A number of equal calls of one operation on one axis, made by one rank; `where` names the region of the forward pass.
 
-    `payload_bytes` is the tensor this rank brings to (or, for ``recv``, takes from) one call; `wire_bytes_per_rank` what this
-    rank sends for one call, by `placement.cost.wire`.
+    `payload_bytes` is the size of the tensor that this rank passes to one call (for ``recv``: receives from it).
+    `wire_bytes_per_rank` is the number of bytes that this rank sends in one call, as counted by `placement.cost.wire`.
     """
 
     where: str
@@ -28,30 +28,30 @@ class TrafficEntry:
 
 
 def all_reduce(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """A sum of `tensor_bytes` over `size` ranks."""
+    """Returns an all-reduce of a tensor of `tensor_bytes` over `size` ranks."""
     return TrafficEntry(where, "all_reduce", axis, size, calls, tensor_bytes, wire.all_reduce_bytes(tensor_bytes, size))
 
 
 def all_gather(where: str, axis: str, size: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Rows of all ranks joined, of which this one brings `own_bytes`."""
+    """Returns an all-gather to which this rank contributes `own_bytes`."""
     return TrafficEntry(where, "all_gather", axis, size, calls, own_bytes, wire.all_gather_bytes(own_bytes, size))
 
 
 def reduce_scatter(where: str, axis: str, size: int, tensor_bytes: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """A sum of `tensor_bytes` of which this rank keeps `own_bytes`."""
+    """Returns a reduce-scatter of a tensor of `tensor_bytes`, of which this rank keeps `own_bytes`."""
     return TrafficEntry(where, "reduce_scatter", axis, size, calls, tensor_bytes, wire.scatter_bytes(tensor_bytes, own_bytes))
 
 
 def all_to_all(where: str, axis: str, size: int, tensor_bytes: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """`tensor_bytes` split over the ranks, `own_bytes` of them to this one."""
+    """Returns an all-to-all that splits `tensor_bytes` over the ranks; this rank keeps `own_bytes` of its own tensor."""
     return TrafficEntry(where, "all_to_all", axis, size, calls, tensor_bytes, wire.scatter_bytes(tensor_bytes, own_bytes))
 
 
 def send(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """A tensor to one peer, in a group of `size` ranks."""
+    """Returns a send of a tensor to one peer, in a group of `size` ranks."""
     return TrafficEntry(where, "send", axis, size, calls, tensor_bytes, tensor_bytes)
 
 
 def recv(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """A tensor from one peer. The sender counts its bytes."""
+    """Returns a receive of a tensor from one peer. Its wire bytes are 0, since the sender counts them."""
     return TrafficEntry(where, "recv", axis, size, calls, tensor_bytes, 0)

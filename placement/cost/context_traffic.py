@@ -1,19 +1,20 @@
-"""What attention sends where the keys of a sequence lie on several ranks (cp, dcp), in every layer.
+"""Traffic of context-parallel attention (CP, DCP): ring attention, pass-KV, pass-Q and the merge of partial outputs, per layer.
 
-`d` is head_dim, `e` bytes an element; an output that is exchanged has its log-sum-exp (4 bytes) beside it. Latent attention
-sends queries of latent_dim, outputs of kv_lora_rank, and for keys and values (``2 * kv heads * d``) one latent of latent_dim.
-Layers of unlike heads (`placement.model.attention_kind`, which has all of these dimensions) are counted kind by kind::
+`d` is head_dim and `e` the bytes per element; an exchanged partial output carries its log-sum-exp (4 bytes). Latent attention
+sends queries of latent_dim, outputs of kv_lora_rank, and one latent of latent_dim in place of keys and values
+(``2 * kv heads * d``). Layers of different attention kinds (`placement.model.attention_kind`, which defines all of these
+dimensions) are counted kind by kind::
 
     dcp all_gather     queries of rows with cached keys, to the group         own heads * tokens * d * e
-    cp  all_gather     partial outputs of rows every cp rank runs             group's heads * tokens * (d * e + 4)
+    cp  all_gather     partial outputs of rows that every cp rank runs        group's heads * tokens * (d * e + 4)
     cp  send / recv    ring: keys and values of split rows, cp - 1 times      tokens of one rank * 2 * kv heads * d * e
-    cp  all_gather     allgather: the same, at once
+    cp  all_gather     allgather: the same in one call
     cp  all_gather     queries of split rows under pass-Q                     group's heads * tokens * d * e
-    cp  all_to_all     their partial outputs, back                            group's heads * all tokens * (d * e + 4)
-    dcp all_to_all     partial outputs of the gathered queries, back          group's heads * tokens * (d * e + 4)
+    cp  all_to_all     their partial outputs, returned                        group's heads * all tokens * (d * e + 4)
+    dcp all_to_all     partial outputs of the gathered queries, returned      group's heads * tokens * (d * e + 4)
 
-Keys and values of a split row are its new tokens, and where keys are exchanged (`placement.ownership.context.passes_kv`) the
-cached ones too.
+The keys and values of a split row are those of its new tokens, and under pass-KV (`placement.ownership.context.passes_kv`) also
+its cached ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LSE_BYTES = 4
 
 @dataclass(frozen=True)
 class _Step:
-    """The rows of a step by how their queries attend to keys, as one rank sees them."""
+    """The rows of a step on one rank, classified by how their queries attend to keys, in layers of one attention kind."""
 
     spec: ModelSpec
     layout: Layout
@@ -44,7 +45,7 @@ class _Step:
     own: Shard
     step: StepShape
     index: int
-    """Of the kind of attention in question."""
+    """Index of the attention kind in `ModelSpec.kinds`."""
 
     @property
     def kind(self) -> AttentionKind:
@@ -52,12 +53,12 @@ class _Step:
 
     @property
     def layers(self) -> int:
-        """Layers of this kind on the rank."""
+        """Number of layers of this kind on the rank."""
         return sum(self.spec.kind_of(layer) == self.index for layer in self.own.layers)
 
     @property
     def whole(self) -> list[RowShape]:
-        """Rows that every cp rank runs, and that have keys with an owner."""
+        """Rows that every cp rank runs, and whose keys are split over the owners of KV blocks."""
         return [row for row in self.step.rows if not self._is_split(row) and (row.context or row.tokens == 1)]
 
     @property
@@ -67,17 +68,17 @@ class _Step:
 
     @property
     def pass_kv_rows(self) -> list[RowShape]:
-        """Split rows whose cached keys are exchanged."""
+        """Split rows whose cached keys are exchanged (pass-KV)."""
         return [row for row in self.split if row.context and self._passes_keys(row)]
 
     @property
     def pass_q_rows(self) -> list[RowShape]:
-        """Split rows whose queries are sent to the cached keys."""
+        """Split rows whose queries are sent to the cached keys (pass-Q)."""
         return [row for row in self.split if row.context and not self._passes_keys(row)]
 
     @property
     def group_heads(self) -> int:
-        """Query heads of the rank's dcp group."""
+        """Number of query heads of the rank's dcp group."""
         return sum(map(len, group_heads(self.kind, self.layout, self.coords.tp)))
 
     @property
@@ -87,17 +88,17 @@ class _Step:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one head's partial output for one query."""
+        """Bytes of one head's partial output for one query, including its log-sum-exp."""
         return self.kind.partial_dim * self.step.element_bytes + _LSE_BYTES
 
     def run(self, rows: list[RowShape], cp_rank: int | None = None) -> int:
-        """Tokens of `rows` that this cp rank runs, or the given one."""
+        """Returns the number of tokens of `rows` that a cp rank runs (None: this one)."""
         rank = self.coords.cp if cp_rank is None else cp_rank
         return sum(len(span) for row in rows for span in spans(row.context, row.tokens, self.layout.cp, rank))
 
     def passed_kv_bytes(self, cp_rank: int) -> int:
-        """Keys and values that a cp rank contributes to a layer: its chunks, and the cached keys of its pages that are
-        exchanged."""
+        """Returns the bytes of keys and values that a cp rank contributes per layer: those of its chunks, and the exchanged
+        cached ones in its pages."""
         owner = cp_rank * self.layout.dcp + self.coords.tp % self.layout.dcp
         mine = Ownership(self.layout.cp * self.layout.dcp, owner, self.step.block_size)
         tokens = self.run(self.split, cp_rank) + sum(mine.length(row.context) for row in self.pass_kv_rows)
@@ -111,7 +112,7 @@ class _Step:
 
 
 def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: StepShape) -> Iterator[TrafficEntry]:
-    """Every collective of attention in one step on one rank, kind by kind, and of each in order."""
+    """Yields every context-parallel collective of one rank in one step: kind by kind, and in execution order for each kind."""
     if layout.kv_owners == 1:
         return
     for index, kind in enumerate(spec.kinds):
@@ -122,7 +123,7 @@ def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: S
 
 
 def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
-    """Those of the layers of one kind."""
+    """Yields the collectives of the layers of one attention kind."""
     layout, calls = rows.layout, rows.layers
     shared = rows.run(rows.whole) + rows.run(rows.pass_kv_rows) + rows.run(rows.pass_q_rows)
     own_heads, group_heads = len(rows.own.heads[rows.index][0]), rows.group_heads
@@ -145,7 +146,7 @@ def _of_kind(rows: _Step) -> Iterator[TrafficEntry]:
 
 
 def _pass_kv(rows: _Step, calls: int) -> Iterator[TrafficEntry]:
-    """Keys and values of split rows, by `cp_style`."""
+    """Yields the exchange of keys and values of split rows, by ring or all-gather as `cp_style` sets."""
     cp, here = rows.layout.cp, rows.coords.cp
     where = "attention: keys and values"
     if rows.layout.cp_style == "allgather":

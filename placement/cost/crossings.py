@@ -1,12 +1,12 @@
-"""What an assignment of bundles to nodes sends between nodes in one step, and how long the links take for it.
+"""Inter-node traffic: what an assignment of bundles to nodes sends over each link in one step, and how long that takes.
 
-The bytes are those of `placement.cost.traffic`. Whom they go to follows from the operation::
+The bytes are those of `placement.cost.traffic`. The destinations follow from the operation::
 
     all_reduce     the next rank of the group (a ring)
-    send           the next rank of the group; tokens, to every other one
+    send           the next rank of the group; for sampled tokens, every other rank
     the others     all other ranks of the group, evenly
 
-The time is what the link needs at least: its bytes at its speed, and its latency for each call. Links work at the same time, so
+The time is a lower bound: the bytes at the link's bandwidth, plus the latency of each call. Links work concurrently, so the
 times of different links do not add up; those of one link do.
 """
 
@@ -30,7 +30,7 @@ from placement.nodes.links import Link
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What one region of the forward pass sends from one node to another in a step."""
+    """The traffic of one region of the forward pass from one node to another in a step."""
 
     source: int
     target: int
@@ -43,14 +43,17 @@ class LinkLoad:
 
     @property
     def seconds(self) -> float:
-        """What the link takes for it."""
+        """Time in seconds that the link needs for this traffic."""
         return self.link.seconds(self.num_bytes, self.calls)
 
 
 def link_loads(
     spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec, node_of_rank: Sequence[int]
 ) -> list[LinkLoad]:
-    """Everything one replica sends between nodes in a step, by link and region. `node_of_rank` may split tp groups."""
+    """Returns all traffic of one replica between nodes in a step, by link and region.
+
+    `node_of_rank` has the node index of each world rank; it may split tp groups.
+    """
     sent: Counter[tuple[int, int, str, str]] = Counter()
     calls: Counter[tuple[int, int, str, str]] = Counter()
     for rank in range(layout.world):
@@ -69,7 +72,7 @@ def link_loads(
 
 
 def busiest_seconds(loads: Sequence[LinkLoad]) -> float:
-    """Time of the link that takes longest: what a step waits for at least, beside its work; 0 where nothing leaves a node."""
+    """Returns the time of the busiest link, a lower bound of what a step spends on communication; 0 if there is no traffic."""
     by_link: Counter[tuple[int, int]] = Counter()
     for load in loads:
         by_link[load.source, load.target] += load.seconds  # type: ignore[assignment]
@@ -77,7 +80,7 @@ def busiest_seconds(loads: Sequence[LinkLoad]) -> float:
 
 
 def crossing_lines(cluster: ClusterSpec, loads: Sequence[LinkLoad], only_slow: bool = False) -> Iterator[str]:
-    """One line for each link and region, slow ones said to be so."""
+    """Yields one line of text for each link and region; slow links are marked."""
     for load in loads:
         if load.slow or not only_slow:
             a, b = cluster.nodes[load.source].name, cluster.nodes[load.target].name
@@ -88,18 +91,18 @@ def crossing_lines(cluster: ClusterSpec, loads: Sequence[LinkLoad], only_slow: b
 
 
 def nodes_of_ranks(layout: Layout, assignment: BundleAssignment) -> list[int]:
-    """The node of every world rank."""
+    """Returns the node index of every world rank."""
     return [assignment.node_of_rank(layout, rank) for rank in range(layout.world)]
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """A network's speed as networks are sold: ``200 Mbit/s``, ``10 Gbit/s``."""
+    """Returns a network bandwidth as text in bits: ``200 Mbit/s``, ``10 Gbit/s``."""
     bits = 8 * bytes_per_s
     return f"{bits / 1e9:,.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:,.3g} Mbit/s"
 
 
 def time_text(seconds: float) -> str:
-    """``48 ms``, ``20 µs`` or ``1.2 s``."""
+    """Returns a time as text in a suitable unit: ``48 ms``, ``20 µs`` or ``1.2 s``."""
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale),
         (1e-6, "µs"),
@@ -108,7 +111,7 @@ def time_text(seconds: float) -> str:
 
 
 def _peers(entry: TrafficEntry, layout: Layout, rank: int) -> Iterator[tuple[int, int]]:
-    """Whom a rank sends to, and how many bytes in all calls of the entry."""
+    """Yields the ranks that a rank sends to, with the bytes sent to each in all calls of the entry."""
     group = mesh.group_of(layout, entry.axis, rank)
     total = entry.calls * entry.wire_bytes_per_rank
     at = group.index(rank)

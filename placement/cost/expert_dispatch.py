@@ -1,12 +1,13 @@
-"""What the experts of one layer cost on the wire, before any token was routed: for a router that favours nobody.
+"""Expected traffic of expert-parallel (EP) dispatch in one layer, for a router that selects all experts with equal probability.
 
-A token goes once to every rank that holds one of its experts, however many of them that rank holds. With `top_k` of `E` experts
-drawn without favour, a rank of ``E_r`` experts is among the destinations unless all are drawn from the others::
+A token is sent once to every rank that holds at least one of its experts. If `top_k` of `E` experts are drawn uniformly, a rank
+with ``E_r`` experts is a destination unless all are drawn from the other ranks, so the expected number of destinations is::
 
     u = sum over ranks of  1 - C(E - E_r, top_k) / C(E, top_k)
 
-256 experts, 8 a token, on 8 ranks: u = 5.29 rows a token, not 8; on 32 ranks 7.27. Group-limited routing keeps a token's
-experts together, so it reaches fewer ranks than this says; skew changes which ranks, and rather lowers the number.
+For 256 experts, 8 per token, on 8 ranks, u is 5.29 rows per token, not 8; on 32 ranks it is 7.27. Group-limited routing keeps a
+token's experts together, so it reaches fewer ranks than this estimate. Skewed routing changes which ranks are reached, and
+tends to lower their number.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from placement.experts.expert_map import ExpertMap
 
 
 def destination_chances(num_experts: int, top_k: int, per_rank: Sequence[int]) -> list[float]:
-    """Of each rank, how likely a token goes there, when it holds that many of the experts and nobody else does."""
+    """Returns, for each rank, the probability that a token is sent to it; `per_rank` has the number of experts of each rank.
+
+    No expert has copies. `chances_with_copies` is the general case.
+    """
     whole = comb(num_experts, top_k)
     return [1 - comb(num_experts - own, top_k) / whole for own in per_rank]
 
 
 def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float]:
-    """The same under a map. The copies of an expert are used round robin; those of two experts count as chosen independently.
+    """Returns, for each rank, the probability that a token is sent to it in a layer of an expert map with redundant experts.
 
-    A rank is missed when each of the token's experts misses it: the product of their chances, in the mean over all sets of
-    `top_k` experts, which is an elementary symmetric polynomial over ``C(E, top_k)``.
+    The copies of an expert are used round robin, and independently of those of another expert. A rank receives nothing if each
+    of the token's experts uses a copy elsewhere. The probability of that is the mean, over all sets of `top_k` experts, of the
+    product of their probabilities: an elementary symmetric polynomial divided by ``C(E, top_k)``.
     """
     missed = np.ones((placed.num_ranks, placed.num_experts))
     for expert, holders in enumerate(placed.holders[layer]):
@@ -38,7 +43,7 @@ def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float
     sizes = np.arange(1, top_k + 1)
     means = np.zeros((placed.num_ranks, top_k + 1))
     means[:, 0] = 1
-    # Means over the sets of the experts so far, by size of the set: sums over so many sets would be too large for a float.
+    # Means over all sets of the experts so far, by size of the set. Sums instead of means would overflow a float.
     for done, chance in enumerate(missed.T, start=1):
         with_it = sizes / done * chance[:, None] * means[:, :-1]
         means[:, 1:] = np.where(sizes <= done, (done - sizes) / done * means[:, 1:] + with_it, 0)
@@ -46,15 +51,18 @@ def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float
 
 
 def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
-    """Expected number of ranks a token goes to, `u` above; experts are split as evenly as they can be."""
+    """Returns the expected number of ranks that a token is sent to (`u` above) if experts are split evenly over the ranks."""
     return sum(destination_chances(num_experts, top_k, [len(range(rank, num_experts, ranks)) for rank in range(ranks)]))
 
 
 def rows_dispatched(own_tokens: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """Expected rows each rank sends to other ranks for one layer; as many come back. `own_tokens` are those of each rank."""
+    """Returns the expected number of rows that each rank sends to other ranks in one layer; as many results return.
+
+    `own_tokens` has the number of tokens that each rank contributes, `chances` the probabilities of `destination_chances`.
+    """
     return [tokens * (sum(chances) - chances[rank]) for rank, tokens in enumerate(own_tokens)]
 
 
 def rows_received(own_tokens: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """Expected rows each rank runs its experts on, its own tokens' among them."""
+    """Returns the expected number of rows that each rank runs its experts on, including rows of its own tokens."""
     return [sum(own_tokens) * chance for chance in chances]

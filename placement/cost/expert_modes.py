@@ -1,15 +1,16 @@
-"""How tokens meet the experts in a step: the modes, and which one sends least.
+"""Expert dispatch modes (sum, gather, all-to-all): how tokens reach their experts in a step, and which mode sends least.
 
-With `n` ranks in a MoE copy, `t` tokens contributed by each, rows of `b` bytes, and `u` other ranks a token has business with
-(`placement.cost.expert_dispatch`), a rank sends in each layer
+With `n` ranks in a MoE copy, `t` tokens contributed by each, rows of `b` bytes, and `u` other ranks that a token is sent to
+(`placement.cost.expert_dispatch`), a rank sends in each layer::
 
-    sum      2 (n-1) t b                         all tokens are on every rank: partial results are added up over the tp group
-    gather   2 (n-1) t b + join                  own tokens to all ranks, partial results added up where they came from
-    a2a      2 u t b + u t 8 top_k + join        own tokens to the ranks of their experts, weights and ids beside them, and back
+    sum      2 (n-1) t b                         all tokens are on every rank: all-reduce of partial results over the tp group
+    gather   2 (n-1) t b + join                  all-gather of own tokens, reduce-scatter of partial results
+    a2a      2 u t b + u t 8 top_k + join        all-to-all of own tokens, weights and ids to the ranks of their experts, and
+    back
 
-where ``join`` is (tp-1) t b, each rank's results to its tp group. So ``a2a`` sends less as soon as experts are on many ranks,
-but it has calls that the others have not, and the host waits for numbers that only the router knows. It is chosen where
-what it saves is more than `CALLS_BYTES`; ``sum`` needs a copy that is a tp group, and no token on several of these.
+where ``join`` is (tp-1) t b, the all-gather of results over the tp group. ``a2a`` sends less once experts are spread over many
+ranks, but it makes additional calls, and the host waits for row counts that only the router knows. It is chosen if it saves
+more than `CALLS_BYTES`. ``sum`` requires that a MoE copy is one tp group and that no token is on several tp groups.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from placement.ownership.expert_tokens import NewLensAcrossDP
 Mode = Literal["sum", "gather", "a2a"]
 
 CALLS_BYTES = 256 * 1024
-"""Bytes that take about as long as the calls and the wait that ``a2a`` has more."""
+"""Number of bytes that take about as long to send as the additional calls and the wait of ``a2a``."""
 
 
 def mode(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, element_bytes: int) -> Mode:
-    """The mode of a step whose rows have so many new tokens on each DP rank. Every rank finds the same in the plan."""
+    """Returns the dispatch mode of a step, given the new tokens of its rows on each DP rank.
+
+    The mode depends on the step plan alone, so all ranks agree.
+    """
     adds_up = layout.ep * layout.moe_tp == layout.tp and not any(
         expert_tokens.num_common(lens, layout.cp) for lens in new_lens_across_dp
     )
@@ -44,7 +48,7 @@ def mode(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, e
 
 @lru_cache(maxsize=64)
 def chances(spec: ModelSpec, layout: Layout) -> list[float]:
-    """Of each ep rank, how likely a token has an expert there."""
+    """Returns, for each ep rank, the probability that it holds at least one expert of a token."""
     assert spec.moe is not None
     placed = map_of(spec.moe, layout)
     if layout.redundant_experts:
@@ -53,13 +57,13 @@ def chances(spec: ModelSpec, layout: Layout) -> list[float]:
 
 
 def extra_bytes(spec: ModelSpec) -> int:
-    """What goes beside a token's row in ``a2a``: of each of its experts the weight (fp32) and the id (int32)."""
+    """Returns the bytes sent with a token's row in ``a2a``: the weight (fp32) and the id (int32) of each of its experts."""
     assert spec.moe is not None
     return 8 * spec.moe.top_k
 
 
 def _saved(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, element_bytes: int, adds_up: bool) -> bool:
-    """Whether ``a2a`` saves enough, in the mean over the ranks."""
+    """Whether ``a2a`` saves more than `CALLS_BYTES`, averaged over the ranks."""
     others = layout.ep * layout.moe_tp - 1
     found = chances(spec, layout)
     reached = layout.moe_tp * sum(found) - sum(found) / len(found)

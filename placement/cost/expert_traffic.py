@@ -1,17 +1,18 @@
-"""What tokens on their way to experts put on the wire, in each layer that has them (`placement.cost.expert_modes`).
+"""Traffic of expert-parallel (EP) dispatch and combine in each MoE layer, by mode (`placement.cost.expert_modes`).
 
-`t` own tokens of this rank, rows of `b` bytes, `n` ranks in the MoE copy::
+`t` is the number of own tokens of this rank, `b` the bytes of a row, `n` the number of ranks in the MoE copy::
 
     gather   moe all_gather       own tokens, to the copy                   t b
-             moe reduce_scatter   partial results, added up                 own tokens of the copy * b
-    a2a      moe all_to_all       how many rows to each rank                8 n
-             moe all_to_all       a row to each rank it has business with   rows * (b + 8 top_k)
-             moe all_to_all       results, the way back                     rows received * b
-    both     tp  all_gather       results, to the tp group                  t b          (not where tokens stay scattered)
-             cp  all_gather       those of rows that all cp ranks run       this cp rank's share * b
+             moe reduce_scatter   partial results, summed                   own tokens of the copy * b
+    a2a      moe all_to_all       row counts for each rank                  8 n
+             moe all_to_all       dispatch: a row to each destination       rows * (b + 8 top_k)
+             moe all_to_all       combine: results, returned                rows received * b
+    both     tp  all_gather       results, to the tp group                  t b          (unless tokens stay scattered)
+             cp  all_gather       results of rows that all cp ranks run     this cp rank's share * b
 
-How many rows go where only the routers know: without their numbers (`Routed`) the expected ones are stated, rounded. The
-ranks of a DP rank without rows say what concerns the copy, and nothing else; a copy without tokens is silent.
+The actual number of rows per destination is known only after routing; without it (`Routed`), the expected number is used,
+rounded. The ranks of a DP rank without rows take part only in the collectives of the MoE copy. A copy without any tokens issues
+no collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from placement.ownership.shard import Shard
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows of one layer on one rank in ``a2a``: all it sends, those of them to itself, and all it receives."""
+    """Row counts of one layer on one rank in mode ``a2a``: rows sent, those of them sent to itself, and rows received."""
 
     sent: int
     to_self: int
@@ -42,8 +43,10 @@ class Routed:
 
 @dataclass(frozen=True)
 class DispatchTraffic:
-    """One rank in one step (of all DP ranks): the layers whose tokens are dispatched to experts, and how. `routed`: those of
-    each such layer."""
+    """The dispatch traffic of one rank in one step. `step` has the rows of all DP ranks.
+
+    `routed` has the actual row counts of each layer whose tokens are dispatched; None: the expected counts are used.
+    """
 
     spec: ModelSpec
     layout: Layout
@@ -65,22 +68,22 @@ class DispatchTraffic:
 
     @property
     def new_lens(self) -> list[int]:
-        """Those of the rank's own DP rank."""
+        """New tokens of each row of the rank's own DP rank."""
         return self.new_lens_across_dp[self.coords.attn_dp]
 
     @property
     def num_layers(self) -> int:
-        """Layers of this rank whose tokens are dispatched."""
+        """Number of layers of this rank whose tokens are dispatched."""
         return 0 if self.mode == "sum" else sum(self.spec.moe_of(layer) is not None for layer in self.own.layers)
 
     @property
     def num_shared(self) -> int:
-        """Those of them with an expert that every token goes through, which is split over tp as an MLP is."""
+        """Number of dispatching layers with a shared expert, which is split over tp like an MLP."""
         return self.num_layers if self.spec.moe is not None and self.spec.moe.shared_size else 0
 
     @property
     def num_cp_split(self) -> int:
-        """Those of them in a step with tokens that all cp ranks run."""
+        """Number of dispatching layers if the step has tokens that all cp ranks run, else 0."""
         return self.num_layers if expert_tokens.num_common(self.new_lens, self.layout.cp) else 0
 
     @property
@@ -89,13 +92,13 @@ class DispatchTraffic:
 
     @property
     def own_tokens(self) -> list[int]:
-        """Own tokens of each rank of the copy."""
+        """Number of own tokens of each rank of the MoE copy."""
         seen = moe_coords_of(self.layout, world_rank(self.layout, self.coords))
         return expert_tokens.of_copy(expert_tokens.own_tokens(self.new_lens_across_dp, self.layout), self.layout, seen.moe_dp)
 
     @property
     def num_calls(self) -> int:
-        """Layers in which anything is said in the copy."""
+        """Number of layers in which the MoE copy issues collectives."""
         return self.num_layers if any(self.own_tokens) else 0
 
     @property
@@ -103,11 +106,11 @@ class DispatchTraffic:
         return self.own_tokens[world_rank(self.layout, self.coords) % self.copy_ranks]
 
     def bytes_of(self, rows: int) -> int:
-        """Bytes of the hidden states of some tokens."""
+        """Returns the bytes of the hidden states of `rows` tokens."""
         return rows * self.spec.hidden_size * self.step.element_bytes
 
     def rows(self) -> Iterator[tuple[Routed, int]]:
-        """(rows, layers of which that is so)."""
+        """Yields pairs of row counts and the number of layers that have them."""
         if self.routed is not None:
             yield from ((routed, 1) for routed in self.routed)
         else:
@@ -121,7 +124,7 @@ class DispatchTraffic:
 
 
 def to_experts(rank: DispatchTraffic) -> Iterator[TrafficEntry]:
-    """From the tokens a rank holds to those its experts run."""
+    """Yields the collectives that dispatch tokens to the ranks of their experts."""
     size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
         yield all_gather("mlp input: own tokens", "moe", size, rank.bytes_of(rank.num_own), calls)
@@ -133,7 +136,7 @@ def to_experts(rank: DispatchTraffic) -> Iterator[TrafficEntry]:
 
 
 def from_experts(rank: DispatchTraffic, is_scattered: bool) -> Iterator[TrafficEntry]:
-    """From the results of a rank's experts to what it holds."""
+    """Yields the collectives that combine the results of the experts; `is_scattered` is that of sequence parallelism."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":
         yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.own_tokens)), own, calls)

@@ -1,10 +1,10 @@
-"""The KV budget: how many bytes of KV cache a rank gets, how long a sequence may be with them, and how many blocks they are.
+"""The KV budget: bytes of KV cache per rank, the longest sequence that they allow, and the number of KV blocks.
 
     node memory ──/ranks──→ share_of_node ──- weights──→ rank_kv_bytes ──→ kv_blocks     CPU, before anything starts
     free device memory once the weights are loaded ────────────────────→ kv_blocks     CUDA, on the running ranks
 
-Everything here is arithmetic on what `placement.cost.memory` says that ranks need. What does not fit raises `LayoutError`, most
-often as `MemoryBudgetError`, with the numbers and a way out.
+The functions compute with the memory needs of `placement.cost.memory`. They raise `LayoutError`, usually `MemoryBudgetError`,
+if something does not fit; the message has the numbers and a remedy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from placement.nodes.hardware import ClusterSpec
 from placement.ownership.context import BLOCK_TOKENS
 
 USUAL_CONTEXT = 8192
-"""Tokens of the longest sequence served unless asked otherwise, or the model's own limit, where that is shorter."""
+"""Default length in tokens of the longest sequence; a model's own limit applies if it is shorter."""
 CPU_KV_BYTES = 2**30
-"""KV cache of a CPU rank unless asked otherwise. Pages are touched only when used."""
+"""Default KV cache of a CPU rank in bytes. The operating system commits the memory only as pages are used."""
 _DEVICE_SHARE = 0.9
-"""Part of a device's free memory that the KV cache takes unless asked otherwise."""
+"""Default fraction of a device's free memory that the KV cache takes."""
 _PROCESS_BYTES = 250_000_000
-"""What the process of a CPU rank takes before it holds anything: Python, torch and Ray, counting shared pages once."""
+"""Bytes that a CPU rank's process takes before weights and KV: Python, torch and Ray, counting shared pages once."""
 
 
 def usual_length(max_position: int, asked: int | None = None) -> int:
-    """Tokens of the longest sequence before memory has its say. Raises `LayoutError` beyond the model's `max_position`."""
+    """Returns the length in tokens of the longest sequence, before memory limits it.
+
+    Raises `LayoutError` if `asked` exceeds the model's `max_position`.
+    """
     length = asked or min(max_position, USUAL_CONTEXT)
     if length > max_position:
         raise LayoutError(f"max_model_len {length} is longer than the {max_position} positions the model was made for")
@@ -36,9 +39,9 @@ def usual_length(max_position: int, asked: int | None = None) -> int:
 
 
 def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int | None, kv_bytes: int | None) -> int:
-    """Tokens of the longest sequence to serve: `asked`, else `usual_length` or what `kv_bytes` hold, if that is shorter.
+    """Returns the length in tokens of the longest sequence to serve: `asked`, or the default, limited by `kv_bytes`.
 
-    Raises `LayoutError` where `kv_bytes` hold fewer than `asked`, or none.
+    Raises `LayoutError` if `kv_bytes` hold fewer tokens than `asked`, or none.
     """
     length = usual_length(max_position, asked)
     if kv_bytes is None:
@@ -54,10 +57,10 @@ def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int 
 
 
 def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | None:
-    """Bytes that a rank can hold where its node is fullest: the node's memory over the ranks of `devices` that it may have to
-    hold, less what their processes take. None: not known.
+    """Returns the bytes for weights and KV of a rank on the fullest node, or None if no node's memory is known.
 
-    Raises `MemoryBudgetError` where the processes alone do not fit.
+    That is the node's memory, divided by the number of the `devices` ranks that may be placed on it, minus `_PROCESS_BYTES`.
+    Raises `MemoryBudgetError` if the processes alone do not fit.
     """
     nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
     if not nodes:
@@ -73,9 +76,10 @@ def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | N
 
 
 def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, length: int) -> int:
-    """Bytes of KV of a rank that has `share` bytes for weights and KV: `asked`, else 1 GiB, or what is left, if less.
+    """Returns the bytes of KV cache of a rank that has `share` bytes for weights and KV.
 
-    Raises `MemoryBudgetError` where the weights and one sequence of `length` tokens do not fit `share`, or `asked` does not.
+    The result is `asked`, or by default 1 GiB, or what the weights leave, if less. Raises `MemoryBudgetError` if the weights
+    and one sequence of `length` tokens do not fit into `share`, or if `asked` does not fit beside the weights.
     """
     num_blocks(needs, share, length)
     left = min(share - rank.weight_bytes for rank in needs)
@@ -90,10 +94,11 @@ def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, le
 def kv_blocks(
     needs: Sequence[RankMemory], asked: int | None, free_bytes: Sequence[int], length: int, max_sequences: int
 ) -> int:
-    """KV blocks of every rank: what the tightest can hold, and no more than `max_sequences` sequences of `length` can fill.
+    """Returns the number of KV blocks of every rank, limited by the rank with the least room.
 
-    `asked` is the budget of a rank in bytes; None: most of the least of `free_bytes`, which are those left on the devices
-    beside the weights, or 1 GiB where there are none (CPU). Raises `MemoryBudgetError` where one sequence does not fit.
+    The number never exceeds what `max_sequences` sequences of `length` tokens can fill. `asked` is the KV budget of a rank in
+    bytes. By default it is 90% of the smallest of `free_bytes`, the bytes left on each device beside the weights, or 1 GiB if
+    `free_bytes` is empty (CPU). Raises `MemoryBudgetError` if one sequence of `length` tokens does not fit.
     """
     budget = asked or (int(_DEVICE_SHARE * min(free_bytes)) if free_bytes else CPU_KV_BYTES)
     fits = num_blocks(needs, [rank.weight_bytes + budget for rank in needs], length)
@@ -101,8 +106,10 @@ def kv_blocks(
 
 
 def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:
-    """Raise `MemoryBudgetError` where the nodes together have less memory than `devices` times `host_cache` bytes. Whether each
-    node has its part is known once ranks are placed."""
+    """Raises `MemoryBudgetError` if the CPU nodes together have less memory than `devices` times `host_cache` bytes.
+
+    Each single node can be checked only once ranks are placed.
+    """
     known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
     total = sum(each or 0 for each in known)
     if not known or None in known or host_cache * devices <= total:
@@ -114,8 +121,7 @@ def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> N
 
 
 def require_disk_cache(disk_cache_bytes: int, block: int, dtype: DType) -> None:
-    """Raise `MemoryBudgetError` where a KV block of all layers, of `block` bytes in `dtype`, is larger than the whole disk
-    cache."""
+    """Raises `MemoryBudgetError` if a KV block of all layers, `block` bytes in `dtype`, is larger than the disk cache."""
     if disk_cache_bytes < block:
         raise MemoryBudgetError(
             f"disk_cache_bytes {disk_cache_bytes:,} is less than one KV block of {BLOCK_TOKENS} tokens takes, "

@@ -1,17 +1,17 @@
-"""What each rank holds in memory: weights, and the KV cache that fits beside them.
+"""Memory of each rank: its weights, and the number of KV blocks that fit beside them.
 
-All ranks use one block table, so all have the same number of blocks: the smallest number that fits on any of them.
+All ranks use one block table, so all have the same number of KV blocks: the smallest number that fits on any of them::
 
     budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
 
 With context parallelism a sequence's blocks are split over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A
-token still takes `kv_bytes_per_token` on the rank that holds it, but only one in `kv_owners` tokens is there::
+token still takes `kv_bytes_per_token` on the rank that holds it, but a rank holds only one in `kv_owners` tokens::
 
     cp=2      num_blocks = 100 on every rank  ->  a sequence of up to 200 blocks, 100 of them on each cp rank
 
-DP ranks (attn_dp) are further rows of such ranks: each has the blocks of its own requests, as many as its ranks have room for.
+Each DP rank (attn_dp) has blocks of its own, for its own requests.
 
-The budget is what is left for these two: the caller has taken activations and the run-time's own memory off it.
+The budget covers weights and KV cache only: the caller subtracts activations and the runtime's own memory beforehand.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from placement.ownership.weight_slices import Parameter
 
 
 class MemoryBudgetError(LayoutError):
-    """A model whose weights, or whose KV cache for one sequence, do not fit into the memory of a rank."""
+    """The weights of a model, or its KV cache for one sequence, do not fit into the memory of a rank."""
 
     code = "memory_budget"
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank of a replica needs. A window does not shrink `kv_bytes_per_token`: every layer keeps every block.
+    """Memory needs of one rank of a replica.
 
-    `kv_bytes_per_token` is of a token whose KV this rank holds: one in `kv_owners` of a long sequence.
+    `kv_bytes_per_token` counts a token whose KV this rank holds: one in `kv_owners` tokens of a long sequence. Sliding windows
+    do not reduce it, since every layer keeps every block.
     """
 
     world_rank: int
@@ -50,24 +51,24 @@ class RankMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block, all layers of the rank together."""
+        """Bytes of one KV block in all layers of the rank."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
 
     def tokens_in(self, kv_bytes: int) -> int:
-        """Tokens of one sequence that fit when this rank and the other owners each have `kv_bytes` for their share."""
+        """Returns the tokens of one sequence that fit if this rank and the other owners each have `kv_bytes` of KV cache."""
         return kv_bytes // self.block_bytes * self.kv_owners * BLOCK_TOKENS
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks of a sequence of `tokens` tokens that this rank holds at most."""
+        """Returns the maximum number of blocks of a sequence of `tokens` tokens that this rank holds."""
         return -(-tokens // (BLOCK_TOKENS * self.kv_owners))
 
     def blocks_in(self, budget_bytes: int) -> int:
-        """KV blocks that fit beside the weights; negative if not even the weights fit."""
+        """Returns the number of KV blocks that fit beside the weights; negative if the weights alone do not fit."""
         return (budget_bytes - self.weight_bytes) // self.block_bytes
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of the whole model: tied embeddings once, padding not at all."""
+    """Returns the number of parameters of the model. Tied embeddings count once, padding does not count."""
     single = Layout()
     slices = (
         weight_slice
@@ -78,19 +79,19 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
-    """Bytes of a rank's weights, padding rows included. `dtype`: what they are kept in, the model's own unless given."""
+    """Returns the bytes of a rank's weights in `dtype` (None: the model's), padding rows included."""
     return sum(parameter_bytes(parameter, dtype or spec.dtype) for parameter in parameters(spec, own))
 
 
 def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
-    """Bytes of a parameter of a rank whose weights are kept in `dtype`."""
+    """Returns the bytes of a parameter on a rank whose weights are stored in `dtype`."""
     return prod(parameter.shape) * DTYPE_BYTES["float32" if parameter.fp32 else dtype]
 
 
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
-    """Bytes of K and V (or of its latent) one token takes on a rank that holds it, all its layers together.
+    """Returns the bytes of K and V (or of the latent) per token on a rank that holds it, in all layers of the rank.
 
-    KV heads held by several ranks count on each, unless those ranks split positions among themselves (dcp).
+    A KV head that several ranks hold counts on each of them. With dcp each of them holds only some of the positions.
     """
     per_kind = [len(kv_heads) * kind.cached_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
     return sum(per_kind[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
@@ -99,7 +100,7 @@ def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) 
 def rank_memories(
     spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
 ) -> list[RankMemory]:
-    """The needs of every rank of one replica, by world rank. `kv_dtype` is `dtype` unless given."""
+    """Returns the memory needs of every rank of one replica, by world rank. `kv_dtype` defaults to `dtype`."""
     owns = (shard(spec, layout, coords_of(layout, rank)) for rank in range(layout.world))
     return [
         RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
@@ -108,10 +109,10 @@ def rank_memories(
 
 
 def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], max_length: int) -> int:
-    """KV blocks every rank has room for.
+    """Returns the number of KV blocks that fit on every rank.
 
-    `budget_bytes` is that of every rank, or one per rank. Raises `MemoryBudgetError` unless one sequence of
-    `max_length` tokens fits: with less, a request of legal length could never finish.
+    `budget_bytes` is one budget for all ranks, or one per rank. Raises `MemoryBudgetError` unless one sequence of `max_length`
+    tokens fits: with fewer blocks, a request of legal length could never finish.
     """
     budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
     needed = ranks[0].blocks_of(max_length)
@@ -123,7 +124,7 @@ def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], m
 
 
 def slot_bytes(cluster: ClusterSpec) -> int | None:
-    """Memory a rank can count on wherever it is placed: the smallest share of a slot of any node. None: not known."""
+    """Returns the bytes that a rank has on any node: the least memory per slot over the nodes; None if unknown."""
     known = [node.memory_bytes // node.slots for node in cluster.nodes if node.slots and node.memory_bytes is not None]
     return min(known, default=None)
 

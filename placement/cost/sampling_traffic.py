@@ -1,7 +1,8 @@
-"""The exchanges of the sampler, from how each row is chosen and how wide a rank's part of the vocabulary is.
+"""Traffic of vocabulary-parallel sampling: the all-gathers that the sampling parameters of a step's rows require.
 
-Everything a step's rows need is packed in one all-gather; rows with min-p and nothing else ask for one more, before
-it, and rows with log-probabilities for two more, after it. `width` is that of the widest rank: all send as much.
+One all-gather serves all rows of a step. Rows with min-p but without top-k and top-p require another one before it, and rows
+with log-probabilities require two more after it. `width` is the largest number of vocabulary rows of any rank: all ranks send
+equally much.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from placement.cost.collectives import TrafficEntry, all_gather
 from placement.cost.step_shape import Choosing
 
 SHORTLISTS = (64, 1024)
-"""Rows whose top_k is no more than these share a shortlist; larger ones share another, so that none pays for all."""
+"""Upper bounds of top_k by which rows are grouped into shortlists, so that a large top_k does not enlarge every row's list."""
 
 _SCORE_AND_ID = 8
-"""fp32 score, int32 id."""
+"""Bytes of an fp32 score and an int32 token id."""
 
 
 def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
-    """Every all-gather of one step's sampling, in order; `rows` are those that choose a token, over `size` ranks of `axis`."""
+    """Yields every all-gather of one step's sampling over the `size` ranks of `axis`, in order.
+
+    `rows` are the rows that sample a token.
+    """
     if not rows:
         return
     members: dict[str | int, list[Choosing]] = {}
@@ -33,7 +37,11 @@ def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, s
 
 
 def kind_of(greedy: bool, top_k: int, top_p: float, vocab_size: int) -> str | int:
-    """Rows of one kind are chosen together: ``greedy``, ``noisy``, ``whole``, or the size of the shortlist they share."""
+    """Returns the sampling kind of a row: ``greedy``, ``noisy``, ``whole``, or the size of its shortlist.
+
+    Rows of one kind are sampled together. ``noisy`` rows draw from the full distribution without top-k and top-p; ``whole``
+    rows need all logits, for top-p without top-k.
+    """
     if greedy:
         return "greedy"
     if 0 < top_k < vocab_size:
@@ -42,7 +50,7 @@ def kind_of(greedy: bool, top_k: int, top_p: float, vocab_size: int) -> str | in
 
 
 def _sent(kind: str | int, rows: Sequence[Choosing], width: int) -> int:
-    """Bytes a rank sends for the rows of one kind."""
+    """Returns the bytes that a rank sends for the rows of one kind."""
     if kind in ("greedy", "noisy"):
         return _SCORE_AND_ID * len(rows)
     if kind == "whole":
@@ -51,7 +59,8 @@ def _sent(kind: str | int, rows: Sequence[Choosing], width: int) -> int:
 
 
 def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
-    """The logit of each chosen token; then best logit (fp32), sum (fp64), rank (int64), and the alternatives."""
+    """Yields the all-gather of the sampled tokens' logits, then that of best logit (fp32), sum (fp64), rank (int64) and
+    alternatives."""
     if num_top:
         alternatives = min(max(num_top), vocab_size, width)
         yield all_gather("logprobs: chosen logits", axis, size, 4 * len(num_top))

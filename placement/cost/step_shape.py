@@ -1,4 +1,4 @@
-"""What one step runs, as far as its cost goes: which rows, how long, and how their next token is chosen."""
+"""The shape of one step, from which its cost follows: its rows, their lengths, and how their next tokens are sampled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from placement.model.spec import DTYPE_BYTES, DType
 
 @dataclass(frozen=True)
 class Choosing:
-    """How the next token of a row is chosen. Fields mean what they do in a request; the default is greedy.
+    """How the next token of a row is sampled. Fields have the same meaning as in a request; the default is greedy.
 
-    `logprobs`: alternatives wanted beside the chosen token; None: no log-probabilities.
+    `logprobs` is the number of alternatives reported beside the sampled token; None: no log-probabilities.
     """
 
     greedy: bool = True
@@ -26,7 +26,10 @@ GREEDY = Choosing()
 
 @dataclass(frozen=True)
 class RowShape:
-    """One sequence in a step: `tokens` to run behind `context` tokens whose KV is in the cache. `choosing`: None, no token."""
+    """One sequence in a step: `tokens` new tokens after `context` tokens whose KV is cached.
+
+    `choosing` is None if the row samples no token in this step.
+    """
 
     tokens: int
     context: int = 0
@@ -36,12 +39,12 @@ class RowShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The rows of a step, in its order, and the type of hidden states, keys and values on the wire."""
+    """The rows of a step, in order, and the data type in which hidden states, keys and values are sent."""
 
     rows: tuple[RowShape, ...]
     dtype: DType = "bfloat16"
     block_size: int = 16
-    """Tokens of a KV block: the unit in which owners share out a sequence."""
+    """Tokens of a KV block: the unit in which a sequence is split over its owners."""
 
     @classmethod
     def of(
@@ -53,26 +56,26 @@ class StepShape:
         num_sampled: int | None = None,
         dp_size: int = 1,
     ) -> StepShape:
-        """`batch` equal rows, split over the DP ranks, of which the first `num_sampled` (all, unless given) choose a token
+        """Returns a step of `batch` equal rows, spread over the DP ranks; the first `num_sampled` (None: all) sample
         greedily."""
         sampled = batch if num_sampled is None else num_sampled
         rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % dp_size) for row in range(batch))
         return cls(rows, dtype)
 
     def of_dp_rank(self, dp_rank: int) -> StepShape:
-        """What one DP rank runs of it."""
+        """Returns the part of the step that one DP rank runs."""
         return replace(self, rows=tuple(row for row in self.rows if row.dp_rank == dp_rank))
 
     def new_lens(self, dp_size: int) -> list[list[int]]:
-        """New tokens of each row, per DP rank."""
+        """Returns the number of new tokens of each row, per DP rank."""
         return [[row.tokens for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows together."""
+        """Number of new tokens of all rows."""
         return sum(row.tokens for row in self.rows)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one number of a hidden state."""
+        """Bytes of one element of a hidden state."""
         return DTYPE_BYTES[self.dtype]

@@ -1,7 +1,7 @@
-"""What one step puts on the wire: every collective of every rank, counted before anything runs.
+"""Communication volume of one step: every collective of every rank, counted before anything runs.
 
-The counters of a group (`calls`, `sent_bytes`) after a real step equal this exactly; a test holds it for every layout it
-runs. One small function per region of the forward pass says what that region does, in the order of the pass::
+The counters of a process group (`calls`, `sent_bytes`) after a real step equal these numbers exactly; tests compare them for
+many layouts. Each region of the forward pass has one function that yields its collectives; in execution order::
 
     first stage                    every layer                                  last stage
     [embed] all_reduce tp    [attention] all_reduce tp  [mlp] all_reduce tp     [sampling] all_gather tp
@@ -9,13 +9,14 @@ runs. One small function per region of the forward pass says what that region do
                                                    │ send pp / recv pp
                                                    └─[stage boundary]→ next stage: all_gather tp
 
-Layers whose tokens are dispatched to experts say something else than a dense one there (`placement.cost.expert_traffic`).
+MoE layers that dispatch tokens to experts issue other collectives than dense layers (`placement.cost.expert_traffic`).
 
-Where the step is scattered (`placement.layout.sequence_parallel`) a sum is a reduce_scatter instead, with an all_gather before
-the next layer that needs all tokens, and what arrives from the stage before needs none.
+If the step is scattered (`placement.layout.sequence_parallel`), each all_reduce becomes a reduce_scatter, with an all_gather
+before the next layer that needs all tokens, and the all_gather at a stage boundary is omitted.
 
-A group of one rank is silent: regions may name it, and its entries are dropped. DP ranks (attn_dp) run their own rows and meet
-on the way to experts, and in a head that is split over them: every group of a dense layer lies inside one.
+Groups of one rank issue no collectives: regions may yield entries for them, which are dropped. DP ranks (attn_dp) run their own
+rows. They communicate with each other only for expert dispatch and in an LM head that is split over them; every group of a
+dense layer lies inside one DP rank.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from placement.ownership.shards import head_vocabulary, shard
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank in one step, of which `whole` has the rows of all DP ranks: all a region needs to know."""
+    """The input of a region's function: one rank in one step. `whole` has the rows of all DP ranks."""
 
     spec: ModelSpec
     layout: Layout
@@ -51,7 +52,7 @@ class RankStep:
     own: Shard
     whole: StepShape
     routed: Sequence[Routed] | None = None
-    """What the routers of its layers with experts did, where that is known."""
+    """Actual routing of the rank's MoE layers; None if unknown."""
 
     @cached_property
     def step(self) -> StepShape:
@@ -60,33 +61,33 @@ class RankStep:
 
     @cached_property
     def dispatch(self) -> DispatchTraffic:
-        """Its layers whose tokens are dispatched to experts."""
+        """Dispatch traffic of the rank's MoE layers."""
         return DispatchTraffic(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
-        """Layers with an MLP, an expert for every token or all experts split over the tp group."""
+        """Number of layers with an MLP, a shared expert or all experts split over the tp group."""
         return len(self.own.layers) - self.dispatch.num_layers + self.dispatch.num_shared
 
     @property
     def query_lens(self) -> list[int]:
-        """Tokens this rank runs of each row."""
+        """Number of tokens that this rank runs of each row."""
         cp, cp_rank = self.layout.cp, self.coords.cp
         return [sum(map(len, spans(row.context, row.tokens, cp, cp_rank))) for row in self.step.rows]
 
     @property
     def num_tokens(self) -> int:
-        """Token rows this rank runs."""
+        """Number of tokens that this rank runs."""
         return sum(self.query_lens)
 
     @property
     def num_own(self) -> int:
-        """Tokens that are this rank's own: its share of the tp group's."""
+        """Number of this rank's own tokens: its part of the tp group's tokens."""
         return len(partition(self.num_tokens, self.layout.tp)[self.coords.tp])
 
     @property
     def num_hidden(self) -> int:
-        """Tokens whose hidden states this rank holds between layers."""
+        """Number of tokens whose hidden states this rank holds between layers."""
         return self.num_own if self.is_scattered else self.num_tokens
 
     @property
@@ -96,18 +97,18 @@ class RankStep:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the rank holds its own tokens only, between layers."""
+        """Whether the rank holds only its own tokens between layers (sequence parallelism)."""
         return sequence_parallel.is_scattered(self.query_lens, sequence_parallel.scatter_from(self.layout))
 
     def hidden_bytes(self, rows: int) -> int:
-        """Bytes of the hidden states of `rows` tokens."""
+        """Returns the bytes of the hidden states of `rows` tokens."""
         return rows * self.spec.hidden_size * self.step.element_bytes
 
 
 def rank_step_of(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
 ) -> RankStep:
-    """What a world rank does in a step."""
+    """Returns the `RankStep` of a world rank in a step."""
     coords = coords_of(layout, world_rank)
     return RankStep(spec, layout, coords, shard(spec, layout, coords), step, routed)
 
@@ -115,16 +116,17 @@ def rank_step_of(
 def rank_traffic(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
 ) -> list[TrafficEntry]:
-    """Every collective of one rank in one step, in the order of the forward pass.
+    """Returns every collective of one rank in one step, in the order of the forward pass.
 
-    `routed` of each layer whose tokens were dispatched to experts makes these exact too; else they are what is expected.
+    The counts of expert dispatch are exact if `routed` has the actual routing of each dispatching layer; else they are expected
+    values.
     """
     rank_step = rank_step_of(spec, layout, world_rank, step, routed)
     return [entry for region in REGIONS for entry in _heard(region, rank_step)]
 
 
 def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[TrafficEntry, tuple[int, ...]]]:
-    """Every distinct entry of a replica, with the world ranks that make it; in the order of the forward pass."""
+    """Returns every distinct entry of a replica with the world ranks that issue it, in the order of the forward pass."""
     rank_steps = [rank_step_of(spec, layout, rank, step) for rank in range(layout.world)]
     makers: dict[TrafficEntry, list[int]] = {}
     for region in REGIONS:
@@ -135,7 +137,7 @@ def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Traf
 
 
 def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], Counter[str]]:
-    """What the group of `axis` will have counted: (calls, wire bytes sent), each by operation name."""
+    """Returns what the counters of the group of `axis` will show: (calls, wire bytes sent), each by operation name."""
     calls: Counter[str] = Counter()
     sent_bytes: Counter[str] = Counter()
     for entry in entries:
@@ -146,7 +148,7 @@ def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], 
 
 
 def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Each rank's own tokens come from the stage before (the sender pays for the bytes), and are joined."""
+    """Yields the receive of the rank's own tokens from the previous stage, and their all-gather over the tp group."""
     if not rank_step.own.first_stage:
         if rank_step.own_bytes:
             yield recv("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
@@ -155,18 +157,18 @@ def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def embedding(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Each rank looks up the ids it has rows for; the sum is the embedding."""
+    """Yields the sum of the vocabulary-parallel embedding: each rank looks up the ids whose rows it holds."""
     if rank_step.own.first_stage:
         yield _sum(rank_step, "embedding")
 
 
 def attention_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The projections to queries, keys and values want all tokens."""
+    """Yields the all-gather before the QKV projection, which needs all tokens, in scattered steps."""
     yield from _gathered(rank_step, "attention input", len(rank_step.own.layers))
 
 
 def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Norms over all heads at once: two sums of squares a token (fp32) in each layer."""
+    """Yields the all-reduce of query and key norms over all heads: two sums of squares per token (fp32) in each layer."""
     if rank_step.spec.qk_norm == "width":
         calls = len(rank_step.own.layers)
         yield all_reduce(
@@ -175,45 +177,47 @@ def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def attention_context(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Queries, keys and partial outputs are exchanged where a sequence's keys lie on several ranks."""
+    """Yields the exchange of queries, keys and partial outputs of context-parallel attention."""
     yield from context(rank_step.spec, rank_step.layout, rank_step.coords, rank_step.own, rank_step.step)
 
 
 def attention_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The output projection is row parallel: its partial sums are added, once a layer."""
+    """Yields the sum of the row-parallel output projection, once per layer."""
     yield _sum(rank_step, "attention output", len(rank_step.own.layers))
 
 
 def mlp_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The gate and up projections want all tokens; experts elsewhere want those that chose them."""
+    """Yields the all-gather before the gate and up projections in scattered steps, and the dispatch of tokens to experts."""
     yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.dispatch.num_cp_split)
     if rank_step.dispatch.num_layers:
         yield from to_experts(rank_step.dispatch)
 
 
 def mlp_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The down projection is row parallel."""
+    """Yields the combine of expert results, and the sum of the row-parallel down projection."""
     if rank_step.dispatch.num_layers:
         yield from from_experts(rank_step.dispatch, rank_step.is_scattered)
     yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 
 def head_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The head wants rows of any token."""
+    """Yields the all-gather before the LM head, which may need any token, in scattered steps."""
     if rank_step.own.last_stage:
         yield from _gathered(rank_step, "head input", 1)
 
 
 def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Each rank's own tokens go to the next stage: once, whatever the number of layers. A rank without any sends nothing."""
+    """Yields the send of the rank's own tokens to the next stage, once per step. A rank without tokens sends nothing."""
     if not rank_step.own.last_stage and rank_step.own_bytes:
         yield send("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
 
 
 def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The sampler's exchanges, on the last stage: those of cp rank 0, which runs the last token of every row. Where the head is
-    split over all DP ranks these are of all DP ranks' rows, which are gathered before: each rank brings its share of its DP
-    rank's."""
+    """Yields the exchanges of sampling on the last stage, on cp rank 0, which runs the last token of every row.
+
+    If the head is split over all DP ranks, the rows of all DP ranks are sampled together. They are gathered before, each rank
+    contributing its part of its DP rank's rows.
+    """
     if not rank_step.own.last_stage or rank_step.coords.cp > 0:
         return
     axis, size, step = "tp", rank_step.layout.tp, rank_step.step
@@ -233,8 +237,11 @@ def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def telling(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """The last stage tells each other stage the step's tokens, 8 bytes each, so that their next step need not wait for the
-    engine. They are taken when a later step needs them, and counted here."""
+    """Yields the feedback of sampled tokens, 8 bytes each, from the last stage to every other stage.
+
+    With it, the next step of a stage need not wait for the engine. The tokens are received when a later step needs them, but
+    counted here.
+    """
     rows, stages = sum(row.choosing is not None for row in rank_step.step.rows), rank_step.layout.pp
     if rows and rank_step.own.last_stage:
         if rank_step.coords.cp == 0:
@@ -261,11 +268,11 @@ REGIONS: tuple[RegionTraffic, ...] = (
     choosing,
     telling,
 )
-"""In the order of the forward pass. A new axis adds its own function here, or changes what the regions it touches yield."""
+"""Regions in the order of the forward pass. A new parallel axis adds a function here, or changes those of its regions."""
 
 
 def _sum(rank_step: RankStep, where: str, calls: int = 1) -> TrafficEntry:
-    """Partial sums over the tp group, added; each rank keeps all tokens of the sum or its own."""
+    """Returns the sum of partial results over the tp group: an all-reduce, or a reduce-scatter in scattered steps."""
     whole = rank_step.hidden_bytes(rank_step.num_tokens)
     if rank_step.is_scattered:
         return reduce_scatter(where, "tp", rank_step.layout.tp, whole, rank_step.own_bytes, calls)
@@ -273,13 +280,15 @@ def _sum(rank_step: RankStep, where: str, calls: int = 1) -> TrafficEntry:
 
 
 def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[TrafficEntry]:
-    """All tokens where the rank holds its own only."""
+    """Yields an all-gather of all tokens if the rank holds only its own tokens (scattered steps)."""
     if rank_step.is_scattered:
         yield all_gather(where, "tp", rank_step.layout.tp, rank_step.own_bytes, calls)
 
 
 def _heard(region: RegionTraffic, rank_step: RankStep) -> list[TrafficEntry]:
-    """The entries of a region that anybody else hears of. A DP rank without rows only runs its experts, and its part of
-    the head, for the others."""
+    """Returns the entries of a region that cause traffic, that is, those of groups of more than one rank.
+
+    A DP rank without rows only runs its experts, and its part of the head, for other DP ranks.
+    """
     said = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]
     return said if rank_step.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]

@@ -1,4 +1,4 @@
-"""Numbers of bytes: as text, from text, and as the type of a field that a person writes."""
+"""Byte sizes: formatting, parsing, and an annotated type for configuration fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGTP", 1)}
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes in the largest binary unit that leaves at least one: ``32 MiB``, ``1.5 GiB``."""
+    """Returns a number of bytes as text, in the largest binary unit that gives at least 1: ``32 MiB``, ``1.5 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while num_bytes >= 1024 and len(units) > 1:
         num_bytes, units = num_bytes / 1024, units[1:]
@@ -20,9 +20,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def parse_size(value: Any) -> Any:
-    """The bytes that a text such as ``2GiB``, ``512M`` or ``4096`` means; what is no text is returned as it is.
+    """Returns the number of bytes given by a text such as ``2GiB``, ``512M`` or ``4096``; returns other types unchanged.
 
-    Raises `ValueError` on another text.
+    Raises `ValueError` for any other text.
     """
     if not isinstance(value, str):
         return value
@@ -33,4 +33,4 @@ def parse_size(value: Any) -> Any:
 
 
 ByteCount = Annotated[int, BeforeValidator(parse_size)]
-"""A number of bytes, which may be written with a unit (`parse_size`)."""
+"""Number of bytes, which may be given as text with a unit (`parse_size`)."""

@@ -1,7 +1,7 @@
-"""Bytes a rank puts on the wire, by the textbook algorithms; one accounting for every backend.
+"""Wire bytes of each collective per rank, by the textbook algorithms, in one accounting for every backend.
 
-A backend may move its bytes otherwise (shared memory sends nothing at all): the counters say what the layout costs,
-not what one machine did, so that they can be compared between backends and with an estimate. Exact integers::
+A backend may move its bytes differently (shared memory sends none at all). The counters measure the cost of the layout, not the
+work of one machine, so that they can be compared between backends and with an estimate. All numbers are exact integers::
 
     all_reduce      2 (n-1) M // n        ring; M bytes of the tensor, rounded down once
     all_gather      (n-1) own             pairwise; `own` bytes of this rank's rows
@@ -17,15 +17,15 @@ from __future__ import annotations
 
 
 def all_reduce_bytes(tensor_bytes: int, size: int) -> int:
-    """Bytes sent by each rank for an all-reduce of `tensor_bytes` over `size` ranks."""
+    """Returns the bytes sent by each rank for an all-reduce of `tensor_bytes` over `size` ranks."""
     return 2 * (size - 1) * tensor_bytes // size
 
 
 def all_gather_bytes(own_bytes: int, size: int) -> int:
-    """Bytes sent by a rank whose own rows take `own_bytes`."""
+    """Returns the bytes sent by a rank for an all-gather to which it contributes `own_bytes`."""
     return (size - 1) * own_bytes
 
 
 def scatter_bytes(tensor_bytes: int, own_bytes: int) -> int:
-    """Bytes sent by a rank that splits `tensor_bytes` and keeps `own_bytes`: reduce-scatter and all-to-all."""
+    """Returns the bytes sent by a rank that splits `tensor_bytes` and keeps `own_bytes` (reduce-scatter, all-to-all)."""
     return tensor_bytes - own_bytes
