@@ -1,1 +1,1 @@
-"""The rules that a layout must keep, checked all at once, and the nearest legal layouts."""
+"""Layout validation: the rules of a legal layout, checked all at once, and the nearest legal alternatives."""

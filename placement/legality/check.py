@@ -1,4 +1,4 @@
-"""The one validator of layouts: every broken rule at once, each with the nearest legal layouts."""
+"""The layout validator: reports every broken rule at once, each with the nearest legal layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placement.nodes.hardware import ClusterSpec
 
 
 class Violation(BaseModel):
-    """One broken rule. `suggestions` are the nearest legal layouts as text; each passes `check` itself."""
+    """One broken rule. `suggestions` are the nearest legal layouts in text form; each of them passes `check`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,9 +22,9 @@ class Violation(BaseModel):
 
 
 def check(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
-    """Every rule that a layout breaks for a model (on a cluster, where one is given), each with the nearest legal layouts.
+    """Returns every rule that a layout breaks for a model, each with the nearest legal layouts.
 
-    Empty: the layout is legal.
+    The rules of the cluster are checked only if one is given. The result is empty if the layout is legal.
     """
     found = broken(layout, spec, cluster)
     if not found:
@@ -41,7 +41,7 @@ def check(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -
 
 
 def require(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> None:
-    """Raise `LayoutError` with every broken rule in one message, unless the layout is legal."""
+    """Raises `LayoutError` with every broken rule in one message, unless the layout is legal."""
     violations = check(layout, spec, cluster)
     if violations:
         raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))

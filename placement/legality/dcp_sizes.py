@@ -1,4 +1,4 @@
-"""The decode context parallel sizes (dcp) that a tp group can have."""
+"""Decode context parallelism (DCP): the sizes that a tp group allows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from placement.ownership.shards import heads
 
 
 def legal_dcp(spec: ModelSpec, tp: int, shares: Shares = None) -> list[int]:
-    """The dcp sizes a tp group can have: every run of `dcp` consecutive ranks holds one and the same KV head.
+    """Returns the dcp sizes of a tp group for which every run of `dcp` consecutive ranks holds one and the same KV head.
 
-    With ``tp % kv_heads == 0`` these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3
-    and 2) the numbers of holders differ by one, so nothing but 1 divides them all; with `shares` they are what the shares make
-    of them. Query heads need not divide. Latents are one KV head: all divisors of `tp`. Where layers have unlike numbers of KV
-    heads, the runs must hold in both kinds.
+    If ``tp % kv_heads == 0``, these are the divisors of ``tp // kv_heads``. With uneven replication (5 ranks on 2 heads: 3 and
+    2) the numbers of holders differ by one, so that only 1 divides them all; `shares` may lead to other numbers of holders.
+    Query heads need not divide. Latents are one KV head, so all divisors of `tp` are legal. If the layers are of two attention
+    kinds, a size must be legal for both.
     """
     return sorted(set.intersection(*(set(legal_dcp_of_kind(kind, tp, shares)) for kind in spec.kinds)))
 
 
 def legal_dcp_of_kind(kind: AttentionKind, tp: int, shares: Shares) -> list[int]:
-    """`legal_dcp` for the layers of one attention kind."""
+    """Returns the legal dcp sizes for the layers of one attention kind (see `legal_dcp`)."""
     if tp <= kind.num_kv_heads:
         return [1]
     holders = Counter(own.start for _, own in heads(kind, tp, shares)).values()

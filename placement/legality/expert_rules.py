@@ -1,8 +1,8 @@
-"""The rules of the axes that place experts: `ep`, `moe_tp`, `moe_dp` and `redundant_experts`.
+"""Legality rules of expert parallelism: the fields `ep`, `moe_tp`, `moe_dp` and `redundant_experts`.
 
-Everything that fills the stage is legal for a model with experts, beside any `attn_dp`, `cp` and `tp`: experts need not divide
-over `ep` ranks, nor columns over `moe_tp` ranks. Dense layers may run on `attn_dp` DP ranks, each of which has them whole, and
-so may a dense model.
+For an MoE model, any `moe_dp`, `ep` and `moe_tp` whose product is the number of ranks of a stage are legal, with any `attn_dp`,
+`cp` and `tp`. The number of experts need not be divisible by `ep`, nor the columns by `moe_tp`. Dense layers, and dense models,
+may run on `attn_dp` DP ranks, each of which holds them completely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from placement.model.spec import ModelSpec
 
 
 def experts_are_there(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Nothing that was asked for is dropped in silence."""
+    """Checks that expert fields are set only for models with experts, since they would have no effect otherwise."""
     if spec.moe is None:
         for name in ("ep", "moe_dp", "redundant_experts", "dispatch"):
             if name in layout.asked:
@@ -28,7 +28,7 @@ def experts_are_there(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, st
 
 
 def moe_axes_fill_a_stage(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """The MoE layers use the same ranks as attention, all of them."""
+    """Checks that the MoE layers use all ranks of a stage: ``moe_dp * ep * moe_tp == stage_ranks``."""
     explicit = "moe_tp" in layout.asked
     if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (spec.moe is None and not explicit):
         return
@@ -41,23 +41,23 @@ def moe_axes_fill_a_stage(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str
 
 
 def an_expert_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Every moe_tp rank has part of each of its experts."""
+    """Checks that every moe_tp rank holds at least one column of each of its experts."""
     if spec.moe is not None and layout.moe_tp > spec.moe.expert_size:
         columns = f"the {spec.moe.expert_size} columns (moe_intermediate_size) of an expert"
-        # A moe_tp nobody wrote is what ep leaves: that is what to change.
+        # A moe_tp that was not given follows from ep, so ep is the field to change.
         field = "moe_tp" if "moe_tp" in layout.asked else "ep"
         yield field, f"moe_tp={layout.moe_tp} is more than {columns}; more ep makes it less"
 
 
 def an_expert_per_ep_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """No rank is without an expert in a layer that has them."""
+    """Checks that every ep rank holds at least one expert."""
     if spec.moe is not None and layout.ep > spec.moe.num_experts + layout.redundant_experts:
         copies = f" and {layout.redundant_experts} redundant ones" if layout.redundant_experts else ""
         yield "ep", f"ep={layout.ep} is more than the {spec.moe.num_experts} experts{copies} of the model"
 
 
 def copies_go_to_other_ranks(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """A second copy on the same rank is of no use."""
+    """Checks that redundant experts fit on other ep ranks: a second copy on the same rank is useless."""
     asked = layout.redundant_experts
     if spec.moe is None or not asked:
         return
@@ -73,7 +73,7 @@ def copies_go_to_other_ranks(layout: Layout, spec: ModelSpec) -> Iterator[tuple[
 
 
 def most_redundant(spec: ModelSpec, ep: int) -> int:
-    """Copies of experts that `ep` ranks have a use for."""
+    """Returns the maximum number of redundant experts on `ep` ranks: every expert on every rank."""
     return spec.moe.num_experts * (ep - 1) if spec.moe is not None else 0
 
 
@@ -87,7 +87,7 @@ EXPERT_RULES = (
 
 
 def nearest_expert_axes(asked: Layout, spec: ModelSpec, stage_ranks: int) -> dict[str, Any]:
-    """`dispatch` as asked for; `ep`, `moe_dp` and `redundant_experts` as near to it as a stage of this many ranks can be."""
+    """Returns the legal expert fields nearest to those of `asked`, for a stage of `stage_ranks` ranks; `dispatch` is kept."""
     if spec.moe is None:
         return {}
     moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)

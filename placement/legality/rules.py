@@ -1,9 +1,9 @@
-"""The rules of a legal layout, one function each. `placement.legality.check` is the only door to them.
+"""The rules of a legal layout, one function each. Callers use `placement.legality.check`, which applies all of them.
 
-A rule yields a sentence, with the numbers that clash, for each way in which it is broken; `check` adds what would work.
+A rule yields one sentence, with the conflicting numbers, for each way in which it is broken; `check` adds legal alternatives.
 
-Uneven splits are legal (9 query heads on 2 ranks, 5 ranks on 3 KV heads): what a rank must have is at least one query
-head, one MLP column and one vocabulary row.
+Uneven splits are legal (9 query heads on 2 ranks, 5 ranks on 3 KV heads). A rank needs at least one query head, one MLP column
+and one vocabulary row.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from placement.nodes.hardware import ClusterSpec
 from placement.ownership.shards import heads
 
 Broken = tuple[str, str]
-"""(field, sentence)"""
+"""Pair of the field at fault and a sentence that describes the fault."""
 
 _WIDTH_FIELDS = {
     "MLP": "intermediate_size",
     "shared expert": "shared_expert_intermediate_size, or moe_intermediate_size times n_shared_experts",
 }
-"""Where config.json says the sizes of `ModelSpec.widths`."""
+"""Fields of config.json with the sizes of `ModelSpec.widths`."""
 _KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
-"""Where it says the KV heads of a kind of layers, by `AttentionKind.label`."""
+"""Fields of config.json with the number of KV heads of each attention kind, by `AttentionKind.label`."""
 
 
 def broken(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
-    """The bare verdict: what is broken, without suggestions."""
+    """Returns every broken rule, without suggestions."""
     on_model = [found for rule in MODEL_RULES for found in rule(layout, spec)]
     on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
     return on_model + on_cluster
 
 
 def a_query_head_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """The query heads of a KV group may be split over ranks, a single head may not."""
+    """Checks that every tp rank has a query head: the heads of a KV group may be split over ranks, a single head may not."""
     if layout.tp > spec.num_heads:
         yield "tp", f"tp={layout.tp} is more than the {spec.num_heads} query heads (num_attention_heads) of the model"
 
 
 def a_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Every rank has part of every MLP, and of the expert that every token goes through."""
+    """Checks that every tp rank has a column of every MLP and of the shared expert."""
     for name, width in spec.widths.items():
         if layout.tp > width:
             yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"
 
 
 def a_vocabulary_row_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Every rank has part of the embedding and of the head."""
+    """Checks that every tp rank has a row of the embedding and of the head."""
     if layout.tp > spec.vocab_size:
         yield "tp", f"tp={layout.tp} is more than the {spec.vocab_size} vocabulary rows (vocab_size) of the model"
 
 
 def a_layer_per_stage(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """No stage is empty."""
+    """Checks that every pipeline stage has at least one layer."""
     if layout.pp > spec.num_layers:
         yield "pp", f"pp={layout.pp} is more than the {spec.num_layers} layers (num_hidden_layers) of the model"
 
 
 def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """A split by hand names every stage and every layer."""
+    """Checks that an explicit `stage_layers` covers every stage and every layer."""
     given = layout.stage_layers
     if given is None:
         return
@@ -77,20 +77,20 @@ def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
 
 
 def a_share_per_tp_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Unequal shares name every rank of a tp group. How large they are is free: each rank gets a head, a column and a row."""
+    """Checks that `tp_shares` has one share per tp rank. Their sizes are free: each rank gets a head, a column and a row."""
     given = layout.tp_shares
     if given is not None and len(given) != layout.tp:
         yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"
 
 
 def sp_has_tokens_to_split(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Sequence parallelism splits tokens over a tp group; a group of one has nothing to split."""
+    """Checks that sequence parallelism has a tp group of several ranks over which to split tokens."""
     if layout.sp and layout.tp == 1:
         yield "sp", "sp=true splits the tokens of norms and residual sums over the tp ranks, but tp=1"
 
 
 def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Ranks share out the positions of a KV head only where each of them would hold that head whole."""
+    """Checks that all ranks of a dcp group hold the same KV head, whose positions they split between them."""
     shares = layout.tp_shares if layout.tp_shares and len(layout.tp_shares) == layout.tp else None
     legal = legal_dcp(spec, layout.tp, shares) if layout.tp <= spec.num_heads else [layout.dcp]
     if layout.dcp in legal:
@@ -109,13 +109,13 @@ def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Brok
 
 
 def a_style_needs_cp(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Nothing that was asked for is dropped in silence."""
+    """Checks that `cp_style` is set only with context parallelism, since it would have no effect otherwise."""
     if layout.cp_style != "ring" and layout.cp == 1:
         yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"
 
 
 def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
-    """One slot per rank."""
+    """Checks that the cluster has one slot per rank."""
     if layout.devices > cluster.slots:
         product = f"replicas={layout.replicas} x pp={layout.pp} x {layout.stage_ranks} ranks a stage"
         nodes = f"{len(cluster.nodes)} node{'' if len(cluster.nodes) == 1 else 's'}"
@@ -126,7 +126,7 @@ def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
 
 
 def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
-    """A tp group never spans nodes, so slots left over on several nodes do not add up to one more group."""
+    """Checks that all tp groups fit into nodes. A group never spans nodes, so slots left on several nodes do not combine."""
     largest = cluster.largest_node
     groups, room = layout.devices // layout.tp, cluster.tp_groups(layout.tp)
     if largest is None or layout.tp > largest.slots:
@@ -141,7 +141,7 @@ def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Bro
 
 
 def _largest_axis(layout: Layout) -> str:
-    """The axis to blame for too many devices."""
+    """Returns the name of the largest axis, which is reported if the layout needs too many devices."""
     return max(("replicas", "pp", "attn_dp", "cp", "tp"), key=lambda axis: int(getattr(layout, axis)))
 
 

@@ -1,9 +1,9 @@
-"""What would work instead: the legal layouts nearest to one that is not.
+"""Suggestions: the legal layouts nearest to an illegal one.
 
-Candidates are all (tp, pp) of the model and the cluster that are no larger than what was asked for, with the asked cp or
-halves of it, with the asked DP ranks (attn_dp) or halves of them, every legal dcp where one was asked for, the nearest legal
-expert axes, and as many of the asked replicas as fit. One is suggested only after it passed every rule, so it can never be
-refused when it is tried.
+The candidates are all (tp, pp) that suit the model and the cluster and use no more devices than the requested layout. They are
+combined with the requested cp and attn_dp or halves of these, every legal dcp if one was requested, the nearest legal expert
+axes, and as many of the requested replicas as fit. A candidate is suggested only if it passes every rule, so a suggestion is
+never refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
-    """Layouts no larger than what was asked for that the model and the cluster have room for."""
+    """Returns layouts for the model and the cluster that use no more devices than `asked`; some may still break rules."""
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(spec.num_heads, *spec.widths.values(), spec.vocab_size, devices)
@@ -34,7 +34,7 @@ def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> l
             for pp in range(1, min(spec.num_layers, groups // (cp * dp_size)) + 1):
                 replicas = min(asked.replicas, groups // (pp * cp * dp_size))
                 experts = nearest_expert_axes(asked, spec, dp_size * cp * tp)
-                # sp is kept where it was asked for and still has tokens to split.
+                # sp is kept if it was requested and there still is a tp group to split tokens over.
                 plain = Layout(replicas=replicas, pp=pp, attn_dp=dp_size, cp=cp, tp=tp, sp=asked.sp and tp > 1, **experts)
                 for split in _with_splits(plain, asked, spec):
                     found += _with_context(split, asked, spec)
@@ -42,12 +42,15 @@ def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> l
 
 
 def _halves(size: int) -> list[int]:
-    """`size`, half of it, and so on down to 1."""
+    """Returns `size`, half of it (rounded down), and so on down to 1."""
     return [size, *_halves(size // 2)] if size > 1 else [1]
 
 
 def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[Layout]:
-    """The candidate in the asked cp style, where it has cp, with every legal dcp, where one was asked for."""
+    """Yields the candidate with every legal dcp (if one was requested), and with the requested and the automatic `lm_head`.
+
+    The cp style is the requested one if the candidate has cp.
+    """
     style = asked.cp_style if candidate.cp > 1 else "ring"
     for dcp in legal_dcp(spec, candidate.tp, candidate.tp_shares) if asked.dcp > 1 else [1]:
         for lm_head in dict.fromkeys((asked.lm_head, "auto")):
@@ -55,7 +58,10 @@ def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator
 
 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
-    """At most two: one that changes as little as it can, and one that uses the most of the devices asked for."""
+    """Returns at most two legal layouts: the one with the fewest changes, and the one that uses the most requested devices.
+
+    `field` is the field at fault, whose change does not count.
+    """
     changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
     uses_most = sorted(
         among, key=lambda other: (asked.devices - other.devices, _dropped(asked, other), _distance(asked, other))
@@ -65,7 +71,7 @@ def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[
 
 
 def sizes(numbers: Iterable[int]) -> str:
-    """Numbers as text, runs drawn together: ``1-6, 8``."""
+    """Returns numbers as text, with runs as ranges: ``1-6, 8``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -76,7 +82,7 @@ def sizes(numbers: Iterable[int]) -> str:
 
 
 def _with_splits(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[Layout]:
-    """The candidate, and with what the user gave of it: the tp shares, the split of layers (mended if need be), both."""
+    """Yields the candidate, and its variants with the user's `tp_shares`, `stage_layers` (adjusted if necessary), or both."""
     shares, layers = asked.tp_shares, asked.stage_layers
     kept: list[dict[str, object]] = [{}]
     if shares is not None and len(shares) == candidate.tp:
@@ -88,7 +94,7 @@ def _with_splits(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[
 
 
 def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The split, with layers taken from its longest stages or given to its shortest until it adds up to `total`."""
+    """Returns a split of `total` layers: takes layers from its longest stages, or adds layers to its shortest, as needed."""
     stages = [min(layers, total) for layers in split]
     while sum(stages) > total:
         stages[stages.index(max(stages))] -= 1
@@ -98,13 +104,13 @@ def _mended(split: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 
 def _changes(asked: Layout, other: Layout, field: str) -> int:
-    """Fields that differ, not counting the one at fault."""
+    """Returns the number of fields that differ, not counting the one at fault."""
     names = Layout.model_fields.keys() - {field, "moe_tp"}  # moe_tp follows from the others
     return sum(getattr(asked, name) != getattr(other, name) for name in names)
 
 
 def _dropped(asked: Layout, other: Layout) -> int:
-    """Lists the user wrote by hand that are gone."""
+    """Returns the number of user-given lists (`stage_layers`, `tp_shares`) that the other layout lacks."""
     return sum(getattr(asked, name) is not None and getattr(other, name) is None for name in ("stage_layers", "tp_shares"))
 
 
