@@ -1,1 +1,1 @@
-"""The map of logical experts to physical slots (EPLB), its balance, and moves from one map to another."""
+"""Expert-parallel load balancing (EPLB): the map of logical experts to physical slots, its balance, and moves between maps."""

@@ -1,16 +1,17 @@
-"""How even a packing of experts can be at most: a load that the most loaded rank cannot get below.
+"""A lower bound of the load of the most loaded rank, for any packing of experts onto ranks (EPLB).
 
-Given: the load of each expert, and the slots of each rank (`s` at least). Any number of copies of any expert may be chosen,
-as long as the slots are filled and no rank holds an expert twice; copies share a load evenly. Suppose all ranks stay within
-`T`. Then
+Given are the load of each expert and the slots of each rank (at least `s`). A packing may choose any number of copies of each
+expert, as long as all slots are filled and no rank holds an expert twice; copies share a load evenly. If no rank exceeds a load
+`T`, then the following conditions hold:
 
-* `T` is at least the mean over the ranks;
-* no copy is heavier than `T` less what its rank's other slots hold at least: each expert has at least so many copies;
-* of copies heavier than ``(T - what s-k-1 other slots hold at least) / (k+1)`` no rank has more than `k` (k+1 of them and the
-  rest would be more than `T`), so ``k * ranks`` is the most there can be, for each k from 1 to s-1. An expert leaves their
-  number when it gets more copies, but there are only so many to give out (counted generously: parts of experts may leave).
+* `T` is at least the mean load of the ranks;
+* no copy is heavier than `T` minus the minimum load of its rank's other slots, which gives a minimum number of copies of each
+  expert;
+* no rank has more than `k` copies heavier than ``(T - minimum load of s-k-1 other slots) / (k+1)``, since k+1 of them and the
+  rest would exceed `T`. So there are at most ``k * ranks`` such copies, for each k from 1 to s-1. An expert with more copies
+  has lighter ones, but the number of spare slots is limited (the count is relaxed: fractions of experts may become lighter).
 
-The least `T` against which nothing of this speaks is found by halving; what is returned is one that something speaks against.
+Bisection finds the least `T` that satisfies all conditions. The result is a value just below it that violates one of them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from numpy.typing import NDArray
 
 _HALVINGS = 40
 _MOST_TOGETHER = 12
-"""Sizes `k` that are looked at."""
+"""Largest `k` for which the third condition is checked."""
 
 
 def least_load(load: NDArray[np.float64], slots: Sequence[int]) -> float:
-    """A load that the most loaded rank has at least, whatever the packing."""
+    """Returns a lower bound of the load of the most loaded rank, valid for every packing."""
     low, high = float(load.sum()) / len(slots), float(load.sum())
     if not high or not _speaks_against(low, load, slots):
         return low
@@ -37,12 +38,12 @@ def least_load(load: NDArray[np.float64], slots: Sequence[int]) -> float:
 
 
 def _speaks_against(limit: float, load: NDArray[np.float64], slots: Sequence[int]) -> bool:
-    """Whether no packing can keep every rank within `limit`."""
+    """Whether the conditions prove that no packing can keep every rank within `limit`."""
     ranks, room = len(slots), min(slots)
     spare = sum(slots) - len(load)
     copies = np.ones(len(load))
     beside = _least_beside(load, copies + spare, ranks, room)
-    for _ in range(2):  # the second time knowing how many copies the heavy ones take
+    for _ in range(2):  # the second pass knows how many copies the heavy experts need
         heaviest = limit - beside[room - 1]
         if heaviest <= 0:
             return True
@@ -58,18 +59,18 @@ def _speaks_against(limit: float, load: NDArray[np.float64], slots: Sequence[int
 
 
 def _copies_below(load: NDArray[np.float64], most: float) -> NDArray[np.float64]:
-    """Copies of each expert that make none heavier than `most`; a little more is put down to rounding."""
+    """Returns the minimum copies of each expert such that no copy is heavier than `most`, with a tolerance for rounding."""
     return np.maximum(1, np.ceil(load / most * (1 - 1e-12)))
 
 
 def _least_beside(load: NDArray[np.float64], most_copies: NDArray[np.float64], ranks: int, room: int) -> NDArray[np.float64]:
-    """What 0, 1, 2 ... slots hold at least: the lightest copies there can be, of different experts."""
+    """Returns the minimum load of 0, 1, 2, ... slots: that of the lightest possible copies of different experts."""
     lightest = np.sort(load / np.minimum(most_copies, ranks))[:room]
     return np.concatenate([[0.0], np.cumsum(lightest)])
 
 
 def _least_heavier(weight: float, load: NDArray[np.float64], copies: NDArray[np.float64], spare: int, ranks: int) -> float:
-    """How many copies are heavier than `weight` at least, when `spare` more than `copies` can be made."""
+    """Returns the minimum number of copies heavier than `weight` if `spare` copies can be added to `copies`."""
     if weight <= 0:
         return 0.0
     needed = _copies_below(load, weight)

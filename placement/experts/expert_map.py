@@ -1,16 +1,17 @@
-"""Which experts a rank holds: the map from physical slots to logical experts, layer by layer.
+"""The expert map (EPLB): which logical expert each physical slot holds, layer by layer.
 
-The slots of the `ep` ranks of one MoE copy are numbered in a row, rank after rank. Ten experts and two redundant ones on four
-ranks, at first (`initial`), and packed for a load in which expert 0 runs half of all tokens (`place`)::
+The slots of the `ep` ranks of one MoE copy are numbered consecutively, rank after rank. Ten experts and two redundant ones on
+four ranks, initially (`initial`), and packed for a load in which expert 0 runs half of all tokens (`place`)::
 
     rank          0           1           2           3
     slots         0  1  2     3  4  5     6  7  8     9 10 11
-    at first      0  1  2     3  4  5     6  7  8     9  0  1
+    initially     0  1  2     3  4  5     6  7  8     9  0  1
     by load       0  4  7     0  5  8     0  6  9     1  2  3      copies of expert 0: slots 0, 3, 6
 
-Numbers need not divide: ten experts without redundant ones are 3, 3, 2 and 2 slots (`placement.layout.partition.counts`), and
-no copies are made up to fill a rank. Tokens go round robin over the copies of an expert (`ExpertMap.slot_of`), by numbers that
-every rank finds in the plan: so all choose the same, and copies share a load evenly.
+The number of experts need not be divisible by the number of ranks: ten experts without redundant ones are 3, 3, 2 and 2 slots
+(`placement.layout.partition.counts`), and no copies are added to fill a rank. Tokens use the copies of an expert round robin
+(`ExpertMap.slot_of`), by offsets that follow from the step plan: all ranks choose the same copy, and copies share a load
+evenly.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from placement.layout.partition import counts, ranges
 from placement.model.moe_spec import MoESpec
 
 ExpertLoads = Sequence[Sequence[float]]
-"""Tokens (or any other measure of work) of each expert, [layers][experts]."""
+"""Load of each expert, ``[layers][experts]``: its number of tokens, or any other measure of work."""
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The expert in every slot of every layer. `slots` are the slots of each rank, `experts` [layers][slots].
+    """The expert in every slot of every layer.
 
-    Raises `ValueError` where an expert has no slot, or a layer another number of slots.
+    `slots` has the number of slots of each rank, `experts` the expert of each slot, ``[layers][slots]``. Raises `ValueError` if
+    an expert has no slot, or if a layer has a wrong number of slots.
     """
 
     num_experts: int
@@ -55,12 +57,12 @@ class ExpertMap:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the `ep` group."""
+        """Number of ranks of the `ep` group."""
         return len(self.slots)
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """The slots of each rank."""
+        """Range of slots of each rank."""
         return tuple(ranges(self.slots))
 
     @cached_property
@@ -68,12 +70,12 @@ class ExpertMap:
         return [0, *accumulate(self.slots)]
 
     def rank_of(self, slot: int) -> int:
-        """The rank a slot is on."""
+        """Returns the rank that has a slot."""
         return bisect_right(self._starts, slot) - 1
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """[layers][experts]: the slots that hold an expert, in order. The inverse of `experts`."""
+        """Slots that hold each expert, in order, ``[layers][experts]``: the inverse of `experts`."""
         found = []
         for row in self.experts:
             slots: list[list[int]] = [[] for _ in range(self.num_experts)]
@@ -83,41 +85,48 @@ class ExpertMap:
         return tuple(found)
 
     def copies(self, layer: int) -> tuple[int, ...]:
-        """How many slots hold each expert."""
+        """Returns the number of slots that hold each expert."""
         return tuple(map(len, self.holders[layer]))
 
     def on_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of a rank's slots, in order."""
+        """Returns the experts in a rank's slots, in order."""
         return self.experts[layer][self.ranges[rank].start : self.ranges[rank].stop]
 
     def slot_of(self, layer: int, expert: int, copy_offset: int) -> int:
-        """The slot that runs an expert of a token, by the token's offset: that of the step, and its own number in it."""
+        """Returns the slot that runs an expert for a token.
+
+        `copy_offset` selects the copy round robin: the offset of the step plus the index of the token in the step.
+        """
         slots = self.holders[layer][expert]
         return slots[copy_offset % len(slots)]
 
 
 def slots_of_ranks(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """Slots of each rank for all experts and `redundant` more copies: numbers that differ by at most one, falling."""
+    """Returns the number of slots of each rank for all experts and `redundant` copies: descending, differing by at most one."""
     return tuple(counts(num_experts + redundant, ranks))
 
 
 def initial(num_layers: int, num_experts: int, ranks: int, redundant: int = 0) -> ExpertMap:
-    """The map before any load is known: experts in order, then the first ones again. Without copies a rank has a range."""
+    """Returns the map used before any load is known: the experts in order, followed by copies of the first `redundant` ones.
+
+    Without redundant experts each rank holds a contiguous range of experts.
+    """
     _check(num_experts, ranks, redundant)
     row = tuple(slot % num_experts for slot in range(num_experts + redundant))
     return ExpertMap(num_experts, slots_of_ranks(num_experts, ranks, redundant), (row,) * num_layers)
 
 
 def map_of(moe: MoESpec, layout: Layout) -> ExpertMap:
-    """The map a model starts with: one layer, which all are like."""
+    """Returns the initial map of a model, with one layer that stands for all of them."""
     return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
 def place(load: ExpertLoads, ranks: int, redundant: int = 0, nodes: int = 1, groups: int = 1) -> ExpertMap:
-    """The map that spreads a load most evenly over the ranks (`placement.experts.packing`), each layer for itself.
+    """Returns the map that spreads a load most evenly over the ranks, for each layer separately (`placement.experts.packing`).
 
-    `groups` are those of group-limited routing: equal runs of experts, of which a token sees a few. Where they divide over
-    `nodes`, and ranks and slots do too, a group stays whole on one node (its copies too), so that a token visits few nodes.
+    `groups` is the number of expert groups of group-limited routing: equal runs of experts, of which a token can use only a
+    few. If groups, ranks and slots are divisible by `nodes`, all experts of a group and their copies stay on one node, so that
+    a token is sent to few nodes.
     """
     num_experts = len(load[0])
     _check(num_experts, ranks, redundant)
@@ -128,7 +137,7 @@ def place(load: ExpertLoads, ranks: int, redundant: int = 0, nodes: int = 1, gro
 
 
 def stays_on_nodes(num_experts: int, ranks: int, redundant: int, nodes: int, groups: int) -> bool:
-    """Whether groups of experts are kept whole on nodes: all numbers divide, and a node has no more copies than it can use."""
+    """Whether each expert group stays on one node: all numbers are divisible, and no node has more copies than it can use."""
     physical = num_experts + redundant
     divides = groups % nodes == 0 and ranks % nodes == 0 and physical % ranks == 0 and num_experts % groups == 0
     return nodes > 1 and divides and physical // ranks <= num_experts // nodes
@@ -155,7 +164,7 @@ def _placed(load: Loads, slots: tuple[int, ...], nodes: int, groups: int) -> tup
 
 
 def rank_loads_of(placed: ExpertMap, layer: int, load: Sequence[float]) -> list[float]:
-    """Load of each rank in a layer, when the copies of an expert share its load evenly."""
+    """Returns the load of each rank in a layer if the copies of an expert share its load evenly."""
     sums = [0.0] * placed.num_ranks
     for rank in range(placed.num_ranks):
         sums[rank] = sum(load[expert] / len(placed.holders[layer][expert]) for expert in placed.on_rank(layer, rank))
@@ -163,12 +172,12 @@ def rank_loads_of(placed: ExpertMap, layer: int, load: Sequence[float]) -> list[
 
 
 def balancedness(placed: ExpertMap, load: ExpertLoads) -> list[float]:
-    """``mean / max`` of the ranks' loads in each layer: the part of the ranks' time that is used. 1 where there is no load."""
+    """Returns ``mean / max`` of the ranks' loads in each layer: the fraction of their time that is used; 1 without load."""
     return [_evenness(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)]
 
 
 def bound(load: ExpertLoads, slots: Sequence[int]) -> list[float]:
-    """What `balancedness` can be at most, layer by layer, with these slots, whatever the map (see `least_load`)."""
+    """Returns an upper bound of `balancedness` for each layer, valid for every map with these slots (see `least_load`)."""
     found = []
     for row in load:
         least = least_load(np.array(row, dtype=np.float64), slots)
@@ -177,7 +186,7 @@ def bound(load: ExpertLoads, slots: Sequence[int]) -> list[float]:
 
 
 def surviving(placed: ExpertMap, lost: Collection[int]) -> list[frozenset[int]]:
-    """The experts of each layer that some rank still holds when the `lost` ranks are gone. The others must be loaded again."""
+    """Returns the experts of each layer that remain on some rank without the `lost` ranks. The others must be reloaded."""
     kept = [rank for rank in range(placed.num_ranks) if rank not in lost]
     return [
         frozenset(expert for rank in kept for expert in placed.on_rank(layer, rank)) for layer in range(len(placed.experts))

@@ -1,11 +1,11 @@
-"""From one map of experts to another: the transfers, and the arrangement of the new map that needs fewest.
+"""Expert migration (EPLB): the transfers from one expert map to another, and the arrangement that needs the fewest.
 
-Two maps are equally good when only the order of a rank's slots differs, or when ranks with as many slots on the same node
-change places. `settled` picks, of all these, one with the fewest transfers; `moves` lists them::
+Two maps are equivalent if they differ only in the order of a rank's slots, or by an exchange of ranks of one node that have the
+same number of slots. `settled` picks an equivalent map with the fewest transfers; `moves` lists the transfers::
 
     old   rank 0: 0 1 2   rank 1: 3 4 0
     new   rank 0: 3 4 1   rank 1: 0 2 1      as packed: 4 experts come from the other rank
-    settled       0 1 2           3 4 1      1 does
+    settled       0 1 2           3 4 1      1 expert comes from the other rank
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from placement.experts.expert_map import ExpertMap
 
 @dataclass(frozen=True)
 class ExpertTransfer:
-    """One expert of one layer goes from a slot of the old map to a slot of the new one.
+    """The transfer of one expert of one layer from a slot of the old map to a slot of the new one.
 
-    On one rank (`is_local`) it is a copy in memory. Slots that some transfer writes may be read by another: a layer's
-    experts are received aside, and put in place when all of the layer's have come.
+    Within one rank (`is_local`) it is a copy in memory. A slot that one transfer writes may be read by another, so a layer's
+    experts are received into buffers, and written to their slots once all transfers of the layer are complete.
     """
 
     layer: int
@@ -36,15 +36,15 @@ class ExpertTransfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing goes on the wire."""
+        """Whether source and target are on the same rank, so that nothing is sent."""
         return self.source_rank == self.target_rank
 
 
 def moves(old: ExpertMap, new: ExpertMap) -> list[ExpertTransfer]:
-    """The transfers from one map to another, layer by layer: one for every slot whose expert changes.
+    """Returns the transfers from one map to another, layer by layer: one for every slot whose expert changes.
 
-    A rank that holds the expert already copies it. Of other holders the one that has sent least so far in this move sends, the
-    lowest among equals. Both maps must have the same slots.
+    A rank that already holds the expert copies it. Otherwise the holder that has sent the fewest experts so far in this move
+    sends it, the lowest rank among equals. Raises `ValueError` if the maps have different slots.
     """
     _check_alike(old, new)
     sent = [0] * old.num_ranks
@@ -62,9 +62,9 @@ def moves(old: ExpertMap, new: ExpertMap) -> list[ExpertTransfer]:
 
 
 def settled(old: ExpertMap, new: ExpertMap, nodes: int = 1) -> ExpertMap:
-    """The new map with ranks and slots in the order that needs the fewest transfers from the old one.
+    """Returns the new map with its ranks and slots rearranged such that the fewest transfers from the old map are needed.
 
-    With `nodes` > 1 ranks change places only within their node.
+    With ``nodes > 1``, ranks are exchanged only within their node. Raises `ValueError` if the maps have different slots.
     """
     _check_alike(old, new)
     rows = []
@@ -80,15 +80,15 @@ def settled(old: ExpertMap, new: ExpertMap, nodes: int = 1) -> ExpertMap:
 
 
 def assignment(cost: NDArray[np.float64]) -> list[int]:
-    """The column of each row of a square matrix, each column once, so that the costs add up to the least.
+    """Solves the linear assignment problem; returns the column assigned to each row of a square cost matrix.
 
-    Shortest augmenting paths with dual values (Jonker and Volgenant 1987): ``O(n^3)``.
+    The algorithm finds shortest augmenting paths with dual values (Jonker and Volgenant 1987), in ``O(n^3)``.
     """
     size = len(cost)
     row_value, column_value = np.zeros(size), np.zeros(size + 1)
     row_of = np.full(size + 1, -1)
     for row in range(size):
-        row_of[size] = row  # the path starts at a column outside the matrix, held by the row that has none yet
+        row_of[size] = row  # the path starts at a column outside the matrix, assigned to the row that has none yet
         distance, before = np.full(size, np.inf), np.full(size, size)
         done = np.zeros(size + 1, dtype=bool)
         column = size
@@ -110,7 +110,7 @@ def assignment(cost: NDArray[np.float64]) -> list[int]:
 
 
 def _interchangeable(placed: ExpertMap, nodes: int) -> list[list[int]]:
-    """Ranks of one node with as many slots as each other."""
+    """Returns the sets of ranks on the same node with the same number of slots."""
     per_node = placed.num_ranks // nodes
     alike: dict[tuple[int, int], list[int]] = {}
     for rank, slots in enumerate(placed.slots):
@@ -119,7 +119,7 @@ def _interchangeable(placed: ExpertMap, nodes: int) -> list[list[int]]:
 
 
 def _in_place(old: Sequence[int], new: Sequence[int]) -> list[int]:
-    """The new experts of a rank, those it holds already in their slots."""
+    """Returns the new experts of a rank in an order that keeps experts it already holds in their slots."""
     coming = [expert for expert in new if expert not in old]
     return [expert if expert in new else coming.pop(0) for expert in old]
 

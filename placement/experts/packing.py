@@ -1,16 +1,18 @@
-"""Packing the experts of one layer onto ranks, so that the most loaded rank has as little as it can.
+"""Expert packing (EPLB): replicates and places the experts of one layer so that the load of the most loaded rank is minimal.
 
-An expert with `c` copies gives each 1/c of its load (which copy runs a token goes by the token's position, see
+Each of the `c` copies of an expert has 1/c of its load (the token's position decides which copy runs it, see
 `placement.experts.expert_map`). Every rank has a fixed number of slots, all are filled, and no rank holds an expert twice.
 
-1. Copies: one after another to the expert whose copies carry most. That makes the heaviest copy as light as it can be.
-2. Packing: experts by the load of a copy, heaviest first, each on the lightest ranks with room.
-3. Search, as long as the most loaded rank gets less and no other as much as it had: that rank swaps a copy with another rank;
-   else two at once with one of the `_LIGHTEST` least loaded ranks; else a slot is given to another expert.
-4. Where that ends more than `_CLOSE_ENOUGH` above the least load (`least_load`), or above what plain greedy packing reaches
-   (which may hold an expert twice), it starts again from the best so far with a few slots changed at random.
+1. Replication: each further copy goes to the expert whose copies are heaviest, which makes the heaviest copy as light as
+   possible.
+2. Greedy packing: experts in descending order of a copy's load, each on the least loaded ranks with free slots.
+3. Local search, as long as the maximum load falls: the most loaded rank swaps a copy with another rank; else it swaps two
+   copies with one of the `_LIGHTEST` least loaded ranks; else a slot is given to another expert.
+4. Restarts: if the maximum load is more than `_CLOSE_ENOUGH` times the lower bound (`least_load`), or exceeds that of plain
+   greedy packing (which may hold an expert twice on a rank), the search restarts from the best packing with a few random
+   changes.
 
-Every choice among equals falls to the lowest index, and shuffles come from a fixed seed: the same loads give the same packing.
+Ties are resolved in favour of the lowest index, and the random changes use a fixed seed: equal loads give equal packings.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from placement.experts.bound import least_load
 Loads = NDArray[np.float64]
 SlotCounts = NDArray[np.int64]
 Holds = NDArray[np.bool_]
-"""[ranks, experts]: who holds what."""
+"""Boolean matrix, ``[ranks, experts]``: whether a rank holds an expert."""
 
 _CLOSE_ENOUGH = 1.005
 _SHUFFLES, _MOST_SHUFFLES = 40, 400
-"""Those to come close to the least load, and to the load of greedy packing."""
+"""Maximum number of restarts to approach the lower bound, and to match the load of plain greedy packing."""
 _CHANGES_A_SHUFFLE = 4
 _LIGHTEST = 8
 _GAIN = 1e-7
-"""Steps that gain less, as a part of the load, are rounding."""
+"""Smallest relative gain of a step of the search; anything less is attributed to rounding."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Who holds what, and the load of each rank."""
+    """A packing: which rank holds which experts, and the load of each rank."""
 
     holds: Holds
     loads: Loads
@@ -51,9 +53,10 @@ class Packing:
 
 
 def pack(load: Loads, slots: Sequence[int]) -> Packing:
-    """Pack experts of the given loads, [experts], on ranks of the given numbers of slots, which differ by at most one.
+    """Packs experts with the given loads, ``[experts]``, onto ranks with the given numbers of slots.
 
-    There must be a slot for every expert, and no rank may have more slots than there are experts.
+    The numbers of slots differ by at most one. There must be a slot for every expert, and no rank may have more slots than
+    there are experts.
     """
     copies = replicate(load, sum(slots), len(slots))
     best = _search(load, _heaviest_first(load / copies, copies, slots))
@@ -69,10 +72,10 @@ def pack(load: Loads, slots: Sequence[int]) -> Packing:
 
 
 def replicate(load: Loads, physical: int, ranks: int) -> SlotCounts:
-    """Number of copies of each expert, [experts], `physical` in all: at least one, at most one a rank.
+    """Returns the number of copies of each expert, ``[experts]``, `physical` in total: at least 1, at most `ranks`.
 
-    Each further copy goes to the expert whose copies carry most, among equals to the one with fewest; no other numbers make
-    the heaviest copy lighter.
+    Each further copy goes to the expert whose copies are heaviest, among equals to the one with the fewest copies. No other
+    numbers make the heaviest copy lighter.
     """
     copies = np.ones(len(load), dtype=np.int64)
     for _ in range(physical - len(load)):
@@ -83,12 +86,12 @@ def replicate(load: Loads, physical: int, ranks: int) -> SlotCounts:
 
 
 def rank_loads(load: Loads, holds: Holds) -> Loads:
-    """Load of each rank, [ranks]: an expert's load is shared by its holders."""
+    """Returns the load of each rank, ``[ranks]``: the ranks that hold an expert share its load evenly."""
     return np.asarray(holds @ (load / holds.sum(axis=0)), dtype=np.float64)
 
 
 def _heaviest_first(share: Loads, copies: SlotCounts, slots: Sequence[int]) -> Holds:
-    """Each expert's copies on the lightest ranks that have room, the heaviest copies first."""
+    """Returns the greedy packing: each expert's copies on the least loaded ranks with free slots, heaviest copies first."""
     room = np.array(slots)
     loads = np.zeros(len(slots))
     holds = np.zeros((len(slots), len(share)), dtype=bool)
@@ -106,8 +109,10 @@ def _heaviest_first(share: Loads, copies: SlotCounts, slots: Sequence[int]) -> H
 
 
 def _greedy_load(load: Loads, slots: Sequence[int]) -> float:
-    """Load of the most loaded rank when each copy, the heaviest first, goes to the lightest rank with room, and a rank may hold
-    copies of one expert."""
+    """Returns the maximum load of a plain greedy packing, in which a rank may hold several copies of one expert.
+
+    Each copy, the heaviest first, goes to the least loaded rank with a free slot.
+    """
     copies = replicate(load, sum(slots), sum(slots))
     share = load / copies
     room, loads = list(slots), [0.0] * len(slots)
@@ -119,9 +124,10 @@ def _greedy_load(load: Loads, slots: Sequence[int]) -> float:
 
 
 def _make_room(holds: Holds, room: SlotCounts, expert: int) -> None:
-    """One more copy of an expert that all ranks with room hold already: a full rank takes it, and passes another one on.
+    """Adds a copy of an expert that all ranks with free slots already hold: a full rank takes it and passes another one on.
 
-    The full rank holds at least as many experts as the one with room, and not this one: so it has one that the other lacks.
+    The full rank holds at least as many experts as the rank with a free slot, but not this one, so it has one that the other
+    rank lacks.
     """
     roomy = int(np.argmax(room))
     full = int(np.flatnonzero((room == 0) & ~holds[:, expert])[0])
@@ -132,7 +138,7 @@ def _make_room(holds: Holds, room: SlotCounts, expert: int) -> None:
 
 
 def _search(load: Loads, holds: Holds) -> Packing:
-    """Steps down from a packing until none helps."""
+    """Improves a packing by local search until no step lowers the maximum load."""
     while True:
         copies = holds.sum(axis=0)
         share = load / copies
@@ -148,7 +154,10 @@ def _search(load: Loads, holds: Holds) -> Packing:
 
 
 def _best_swap(share: Loads, holds: Holds, loads: Loads) -> Holds | None:
-    """The swap of a copy of the most loaded rank with one elsewhere that leaves the larger of the two loads smallest."""
+    """Returns the packing after the best swap of a copy of the most loaded rank with one of another rank, or None.
+
+    The best swap minimises the larger of the two ranks' loads. None if no swap lowers the maximum load.
+    """
     most = int(np.argmax(loads))
     ranks, experts = np.nonzero(holds)
     mine = np.flatnonzero(holds[most])
@@ -163,9 +172,10 @@ def _best_swap(share: Loads, holds: Holds, loads: Loads) -> Holds | None:
 
 
 def _best_two_swaps(share: Loads, holds: Holds, loads: Loads) -> Holds | None:
-    """Two copies of the most loaded rank for two of a light one, such that what moves is nearest to half the gap between them.
+    """Returns the packing after the best exchange of two copies of the most loaded rank for two of a light one, or None.
 
-    Each swap moves a difference; for every difference, the one that would complete it best is looked up in their sorted list.
+    The moved load should be half the difference between the two ranks. Each single swap moves some load; for each one, binary
+    search in the sorted list of all swaps finds the second swap that completes it best.
     """
     most = int(np.argmax(loads))
     limit, found = loads[most] * (1 - _GAIN), None
@@ -193,7 +203,7 @@ def _best_two_swaps(share: Loads, holds: Holds, loads: Loads) -> Holds | None:
 
 
 def _swapped(holds: Holds, one: tuple[int, int], other: tuple[int, int]) -> Holds:
-    """Two (rank, expert) change places."""
+    """Returns the packing after two (rank, expert) pairs exchanged their experts."""
     found = holds.copy()
     found[one] = found[other] = False
     found[one[0], other[1]] = found[other[0], one[1]] = True
@@ -201,9 +211,9 @@ def _swapped(holds: Holds, one: tuple[int, int], other: tuple[int, int]) -> Hold
 
 
 def _best_new_copy(load: Loads, copies: SlotCounts, holds: Holds, loads: Loads) -> Holds | None:
-    """The slot of an expert with several copies that does most good when another expert has it.
+    """Returns the packing after the best change of a slot from a replicated expert to another expert, or None.
 
-    Either the other is one of the most loaded rank's, which then carries less of it, or the slot is on that rank.
+    Either the other expert is also on the most loaded rank, whose copy then becomes lighter, or the slot is on that rank.
     """
     most = int(np.argmax(loads))
     ranks, gone = np.nonzero(holds & (copies > 1))
@@ -230,7 +240,7 @@ def _best_new_copy(load: Loads, copies: SlotCounts, holds: Holds, loads: Loads) 
 
 
 def _shuffled(holds: Holds, source: np.random.Generator) -> Holds:
-    """A few slots changed at random: two swapped, or the slot of an expert with several copies given to another expert."""
+    """Returns the packing after random changes: swaps of two slots, or a slot of a replicated expert given to another one."""
     holds = holds.copy()
     for _ in range(_CHANGES_A_SHUFFLE):
         ranks, experts = np.nonzero(holds)

@@ -1,10 +1,13 @@
-"""When experts move: the policy of the live balancer. Pure; the engine asks it, and moves what it says.
+"""Expert rebalancing policy (EPLB): decides when experts are moved at run time, and to which map.
+
+The policy is pure; the engine calls it and carries out the transfers that it returns::
 
     ranks count tokens per expert ─→ Watch (every step) ─ due? ─→ decide: pack, settle, predict ─ pays? ─→ transfers
 
-A look is due every `interval` steps (0: none by time), and at once when balancedness falls below `skew`. That trigger then
-rests until balancedness has been above ``skew + hysteresis`` again, so that a load nobody can balance, or one near the edge,
-does not call for a look at every step. A look moves experts only when it saves more time than it takes (`Gain.pays`).
+A check is due every `interval` steps (0: never by time), and at once if balancedness falls below `skew`. The skew trigger is
+then disarmed until balancedness reaches ``skew + hysteresis``, so that a load that cannot be balanced, or one near the
+threshold, does not trigger a check at every step. A check moves experts only if that saves more time than it takes
+(`Gain.pays`).
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from placement.experts.moves import ExpertTransfer, moves, settled
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured under the map in use.
+    """Measurements under the current map, from which the gain of a new one is predicted.
 
-    `expert_s`: seconds that the slowest rank computes experts in one step, all layers together. `expert_bytes`: weights of
-    one expert of one layer on a rank. `bytes_per_s`: what a rank sends, and receives at the same time. `steps`: how long a
-    new map is expected to serve.
+    `expert_s` is the time in seconds that the slowest rank spends on experts in one step, in all layers. `expert_bytes` is the
+    size of one expert of one layer on a rank. `bytes_per_s` is the rate at which a rank sends and simultaneously receives.
+    `steps` is the number of steps for which a new map is expected to be used.
     """
 
     expert_s: float
@@ -33,8 +36,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a new map brings: balancedness (mean over layers) before and after, seconds saved a step for `steps` steps, and
-    bytes on the wire, of all ranks and of the one that sends or receives most, which takes `move_s` seconds."""
+    """The predicted gain and cost of a new map.
+
+    `before` and `after` are the balancedness, averaged over layers. `saved_s` is the time saved per step, in seconds, for
+    `steps` steps. `moved_bytes` is the traffic of all ranks, `most_bytes` the maximum that one rank sends or receives, and
+    `move_s` the time in seconds that the latter takes.
+    """
 
     before: float
     after: float
@@ -46,7 +53,7 @@ class Gain:
 
     @property
     def pays(self) -> bool:
-        """Whether the steps to come save more time than the move takes."""
+        """Whether the expected savings exceed the time of the move."""
         return self.saved_s * self.steps > self.move_s
 
     def __str__(self) -> str:
@@ -57,7 +64,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a look came to: the map to use from now on, the transfers to it (none: the map stays), and the numbers."""
+    """The result of a check: the map to use from now on, the transfers to it (empty: the map stays), and the gain."""
 
     experts: ExpertMap
     transfers: tuple[ExpertTransfer, ...]
@@ -66,7 +73,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Watch:
-    """Since the last look: how many steps, and whether skew may call for the next. `due`: why a look is due now, or None."""
+    """State since the last check: the number of steps, whether the skew trigger is armed, and why a check is due, or None."""
 
     steps: int = 0
     armed: bool = True
@@ -75,8 +82,11 @@ class Watch:
 
 @dataclass(frozen=True)
 class Rebalancer:
-    """The policy. `interval`: steps between looks (0: none by time); `skew`: balancedness below which to look at once (None:
-    never); `must_pay`: False moves whenever another map is better, whatever the move costs."""
+    """The rebalancing policy.
+
+    `interval` is the number of steps between checks (0: none by time). `skew` is the balancedness below which a check is due at
+    once (None: never). With `must_pay` False, experts move whenever another map is better, whatever the move costs.
+    """
 
     interval: int = 3000
     skew: float | None = None
@@ -84,7 +94,7 @@ class Rebalancer:
     must_pay: bool = True
 
     def after_step(self, watch: Watch, evenness: float) -> Watch:
-        """The watch after one more step; `evenness`: balancedness of the load counted of late. A due look starts it anew."""
+        """Returns the state after one more step; `evenness` is the recent balancedness. A due check resets the count."""
         seen = Watch(1, watch.armed) if watch.due else replace(watch, steps=watch.steps + 1)
         if self.skew is not None and evenness >= self.skew + self.hysteresis:
             seen = replace(seen, armed=True)
@@ -95,7 +105,7 @@ class Rebalancer:
         return seen
 
     def decide(self, old: ExpertMap, load: ExpertLoads, costs: Costs, nodes: int = 1, groups: int = 1) -> Decision:
-        """The best map for a load, if it is worth moving to; else the old one."""
+        """Returns the best map for a load if the move is worth its cost, else the old map."""
         redundant = sum(old.slots) - old.num_experts
         new = _better_layers(old, settled(old, place(load, old.num_ranks, redundant, nodes, groups), nodes), load)
         transfers = moves(old, new)
@@ -105,7 +115,7 @@ class Rebalancer:
 
 
 def _better_layers(old: ExpertMap, new: ExpertMap, load: ExpertLoads) -> ExpertMap:
-    """The new map where it leaves the most loaded rank of a layer with less, the old one elsewhere."""
+    """Returns the new map in layers where it lowers the maximum load of a rank, and the old map in the others."""
     rows = []
     for layer, row in enumerate(load):
         before, after = (max(rank_loads_of(placed, layer, row)) for placed in (old, new))
@@ -114,7 +124,10 @@ def _better_layers(old: ExpertMap, new: ExpertMap, load: ExpertLoads) -> ExpertM
 
 
 def predicted(old: ExpertMap, new: ExpertMap, transfers: Sequence[ExpertTransfer], load: ExpertLoads, costs: Costs) -> Gain:
-    """What a move brings if the load stays as it is: a layer's experts take as long as its most loaded rank has work."""
+    """Predicts the gain of a move if the load does not change.
+
+    The time that a layer's experts take is proportional to the load of the most loaded rank.
+    """
     before, after = (sum(max(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)) for placed in (old, new))
     sent, received = [0] * old.num_ranks, [0] * old.num_ranks
     for transfer in transfers:
