@@ -1,1 +1,1 @@
-"""Who owns which slice of the weights, which KV block and which token, under any layout."""
+"""Ownership: which rank holds which weight slices, KV blocks and tokens under any layout."""

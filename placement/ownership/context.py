@@ -1,24 +1,24 @@
-"""Context parallelism: which tokens a cp rank runs, which KV blocks a rank owns, and what is exchanged between them.
+"""Context parallelism (CP, DCP): zig-zag token split, round-robin KV block ownership, and the choice of pass-KV or pass-Q.
 
-**Compute** is split zig-zag, so that the causal work is even. Twelve new tokens on ``cp=2`` are 2*cp = 4 chunks, and rank i
-runs chunks i and 3-i::
+**Compute** is split zig-zag, which balances the work under the causal mask. Twelve new tokens on ``cp=2`` form 2*cp = 4 chunks,
+and rank i runs chunks i and 3-i::
 
     position     0  1  2 | 3  4  5 | 6  7  8 | 9 10 11
     cp_rank      0  0  0 | 1  1  1 | 1  1  1 | 0  0  0        <- the last token is always on cp rank 0
-    keys seen   1+2+3      4+5+6     7+8+9     10+11+12       <- rank 0: 6 + 33, rank 1: 15 + 24: the same
+    keys seen   1+2+3      4+5+6     7+8+9     10+11+12       <- rank 0: 6 + 33, rank 1: 15 + 24: equal
 
 A row with fewer than 2*cp new tokens (a decode, a short chunk) is not split: every cp rank runs all of it.
 
-**Storage** is split by block, round robin over the ``cp * dcp`` ranks that would otherwise hold the same KV heads (the
-owners; blocks of 16 tokens, 2 owners)::
+**Storage** is split by KV block, round robin over the owners: the ``cp * dcp`` ranks that would otherwise hold the same KV
+heads. With blocks of 16 tokens and 2 owners::
 
     logical block        0     1     2     3     4          of a sequence of 70 tokens
     tokens            0-15 16-31 32-47 48-63 64-69
     owner                0     1     0     1     0          logical block j belongs to owner j % owners
     its local index      0     0     1     1     2          the owner's own pages: blocks[owner::owners]
 
-So owners differ by at most one block, a page is one run of positions whatever the layout, and a prefix found in the cache
-lies where any sequence with that prefix expects it.
+So the owners' shares differ by at most one block, a page holds consecutive positions under any layout, and a cached prefix is
+on the same owners for every sequence that shares it.
 """
 
 from __future__ import annotations
@@ -34,38 +34,41 @@ from placement.layout.layout import Layout
 from placement.layout.mesh import Coords
 
 BLOCK_TOKENS = 16
-"""Tokens of one KV block."""
+"""Number of tokens of one KV block."""
 
 
 def is_split(new_tokens: int, cp: int) -> bool:
-    """Whether a row is split over the cp ranks: it needs a token for each of the 2*cp chunks."""
+    """Whether a row is split over the cp ranks, which requires at least one token for each of the 2*cp chunks."""
     return cp > 1 and new_tokens >= 2 * cp
 
 
 def chunks(new_tokens: int, cp: int) -> list[range]:
-    """The 2*cp chunks of a split row as ranges of its new tokens; sizes differ by at most one, the longer ones first."""
+    """Returns the 2*cp chunks of a split row as ranges of its new tokens; sizes differ by at most one, longer chunks first."""
     each, longer = divmod(new_tokens, 2 * cp)
     sizes = (each + (chunk < longer) for chunk in range(2 * cp))
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def zigzag(new_tokens: int, cp: int) -> list[tuple[range, range]]:
-    """The two chunks of each cp rank: i and 2*cp-1-i. Every rank is within one token of ``new_tokens / cp``."""
+    """Returns the two chunks of each cp rank, i and 2*cp-1-i. Every rank is within one token of ``new_tokens / cp``."""
     all_chunks = chunks(new_tokens, cp)
     return [(all_chunks[rank], all_chunks[-1 - rank]) for rank in range(cp)]
 
 
 def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:
-    """True positions that a cp rank runs of a row with the new tokens ``[start, start + count)``, as contiguous ranges."""
+    """Returns the positions that a cp rank runs of a row with the new tokens ``[start, start + count)``.
+
+    The result is a tuple of contiguous ranges of positions in the sequence.
+    """
     if not is_split(count, cp):
         return (range(start, start + count),)
     return tuple(range(start + chunk.start, start + chunk.stop) for chunk in zigzag(count, cp)[cp_rank])
 
 
 def restored_order(rows: Sequence[int], cp: int) -> list[int]:
-    """Where each new token of a step is found once the ranks' tokens are joined in rank order.
+    """Returns the index of each new token of a step in the concatenation of the cp ranks' tokens in rank order.
 
-    `rows`: new tokens of each row. Of a row that every rank runs, the copy of rank 0 is taken.
+    `rows` has the number of new tokens of each row. For a row that every rank runs, the tokens of rank 0 are used.
     """
     order: dict[tuple[int, int], int] = {}
     joined = 0
@@ -79,29 +82,29 @@ def restored_order(rows: Sequence[int], cp: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The share of one owner in every sequence's KV blocks."""
+    """The KV blocks that one of the owners keeps of every sequence: block j belongs to owner ``j % owners``."""
 
     owners: int
     owner: int
     block_size: int
 
     def length(self, tokens: int) -> int:
-        """How many of a sequence's first `tokens` tokens are this owner's."""
+        """Returns how many of a sequence's first `tokens` tokens this owner keeps."""
         blocks, rest = divmod(tokens, self.block_size)
         full = (blocks - self.owner + self.owners - 1) // self.owners
         return full * self.block_size + (rest if blocks % self.owners == self.owner else 0)
 
     def positions(self, tokens: int) -> NDArray[np.int64]:
-        """The true positions, ascending, of this owner's among a sequence's first `tokens` tokens."""
+        """Returns the positions, ascending, that this owner keeps of a sequence's first `tokens` tokens."""
         local = np.arange(self.length(tokens), dtype=np.int64)
         return (local // self.block_size * self.owners + self.owner) * self.block_size + local % self.block_size
 
     def blocks(self, table: list[int]) -> list[int]:
-        """This owner's blocks of a sequence's whole block table."""
+        """Returns this owner's blocks of a sequence's complete block table."""
         return table[self.owner :: self.owners]
 
     def slot(self, position: int, blocks: list[int]) -> int:
-        """The cache slot of a position, given this owner's blocks of the sequence; -1 where it is another owner's."""
+        """Returns the cache slot of a position, given this owner's blocks of the sequence; -1 if another owner keeps it."""
         block = position // self.block_size
         if block % self.owners != self.owner:
             return -1
@@ -110,7 +113,7 @@ class Ownership:
 
 @dataclass(frozen=True)
 class ContextRank:
-    """Where a rank stands: on which DP rank, and among those that share a sequence there (cp, and dcp inside its tp group)."""
+    """A rank's DP rank, and its coordinates among the ranks that share a sequence (cp, and dcp inside its tp group)."""
 
     block_size: int
     cp: int = 1
@@ -125,18 +128,21 @@ class ContextRank:
         return cls(block_size, layout.cp, coords.cp, layout.dcp, coords.tp % layout.dcp, coords.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
-        """What this rank keeps, or the one of `cp_rank` beside it."""
+        """Returns the ownership of this rank, or of the rank with the same dcp rank on another `cp_rank`."""
         cp = self.cp_rank if cp_rank is None else cp_rank
         return Ownership(self.cp * self.dcp, cp * self.dcp + self.dcp_rank, self.block_size)
 
     def spans(self, start: int, count: int, cp_rank: int | None = None) -> tuple[range, ...]:
-        """`spans` of this rank, or of the one of `cp_rank` beside it."""
+        """Returns the positions that this rank, or another `cp_rank`, runs of a row (see the function `spans`)."""
         return spans(start, count, self.cp, self.cp_rank if cp_rank is None else cp_rank)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a transfer can hide behind: a rank's arithmetic (FLOP/s), and its bandwidth to the next rank (bytes/s)."""
+    """Hardware rates that decide whether a KV transfer can be overlapped with compute.
+
+    `flops` is a rank's arithmetic rate in FLOP/s, `bytes_per_s` its bandwidth to the next rank.
+    """
 
     flops: float
     bytes_per_s: float
@@ -144,13 +150,13 @@ class Overlap:
 
 
 def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overlap: Overlap | None = None) -> bool:
-    """Whether the cached keys and values of a split row are sent to its queries (else the queries are sent to them).
+    """Whether a split row uses pass-KV (its cached keys and values are sent to the queries) rather than pass-Q.
 
-    The rule of Yang et al. 2024 (arXiv 2411.01783): the KV is exchanged where it is no larger than the queries,
-    ``new / (new + cached) >= 2 kv_heads / q_heads``, or where there is enough arithmetic to hide it behind,
-    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Queries that are exchanged come back as
-    outputs, which nothing hides: without overlap (CPU) they count twice, and the limit is ``kv_heads / q_heads``. There only
-    their proportion counts: any weights of queries and keys will do (`placement.ownership.context_heads.weights`).
+    The rule is that of Yang et al. 2024 (arXiv 2411.01783). KV is exchanged if it is no larger than the queries,
+    ``new / (new + cached) >= 2 kv_heads / q_heads``, or if compute can hide its transfer,
+    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Exchanged queries return as outputs, a
+    transfer that nothing hides. Without overlap (CPU) they therefore count twice, and the limit is ``kv_heads / q_heads``. In
+    this case only the ratio matters, and the two may be any weights (`placement.ownership.context_heads.weights`).
     """
     share = new / (new + cached)
     if overlap is None:

@@ -1,5 +1,4 @@
-"""What is exchanged where the keys of a sequence lie on several ranks: whose heads a dcp group has, what keys and queries
-weigh."""
+"""Head counts of context-parallel attention (CP, DCP): the heads of a dcp group, and exchanged values per token."""
 
 from __future__ import annotations
 
@@ -9,18 +8,20 @@ from placement.ownership.shards import heads
 
 
 def group_heads(kind: AttentionKind, layout: Layout, tp_rank: int) -> list[range]:
-    """Query heads of each rank of the dcp group of a tp rank, in layers of a kind."""
+    """Returns the query heads of each rank of a tp rank's dcp group, in layers of one attention kind."""
     first = tp_rank - tp_rank % layout.dcp
     return [q_heads for q_heads, _ in heads(kind, layout.tp, layout.tp_shares)[first : first + layout.dcp]]
 
 
 def weights(kind: AttentionKind, layout: Layout, tp_rank: int) -> tuple[int, int]:
-    """What is exchanged for each token in a layer of a kind, in values: its queries of the dcp group's heads and the parts
-    that come back for them, or its keys and values. The proportion decides which it is to be
-    (`placement.ownership.context.passes_kv`)::
+    """Returns the number of values exchanged per token and layer under pass-Q and under pass-KV, for one attention kind.
 
-        heads * (key_dim + value_dim)             kv_heads * (key_dim + value_dim)       as heads to kv_heads
-        heads * (latent_dim + kv_lora_rank)       latent_dim                             latents weigh next to nothing
+    Pass-Q exchanges the queries of the dcp group's heads and their partial outputs; pass-KV exchanges keys and values. The
+    ratio decides between the two (`placement.ownership.context.passes_kv`)::
+
+        pass-Q                                    pass-KV                                ratio
+        heads * (key_dim + value_dim)             kv_heads * (key_dim + value_dim)       heads to kv_heads
+        heads * (latent_dim + kv_lora_rank)       latent_dim                             latents are far smaller
     """
     _, kv_heads = heads(kind, layout.tp, layout.tp_shares)[tp_rank]
     num_heads = sum(map(len, group_heads(kind, layout, tp_rank)))

@@ -1,14 +1,14 @@
-"""The parameters of one layer with experts on a rank, and where checkpoints have them.
+"""Expert weights of an MoE layer on a rank, and the slices of checkpoint tensors that they are loaded from.
 
-On a rank the experts are stacked: one slot each, of which it holds its own columns (`Shard.experts`, `Shard.expert_columns`)::
+A rank stacks its experts, one per slot, and holds only its own columns of each (`Shard.experts`, `Shard.expert_columns`)::
 
     experts.gate_up  [slots, 2 * own columns, hidden]        experts.down  [slots, hidden, own columns]
 
-Checkpoints hold them in five forms (E experts of I columns)::
+Checkpoints store the experts in five forms (E experts of I columns)::
 
-    each      experts.7.gate_proj, .up_proj [I, hidden], .down_proj [hidden, I]    one matrix an expert (Qwen, DeepSeek, GLM)
-    mixtral   experts.7.w1, .w3, .w2                                               the same under other names
-    fused     experts.gate_up_proj [E, 2I, hidden], .down_proj [E, hidden, I]      gate over up, as transformers computes
+    each      experts.7.gate_proj, .up_proj [I, hidden], .down_proj [hidden, I]    one matrix per expert (Qwen, DeepSeek, GLM)
+    mixtral   experts.7.w1, .w3, .w2                                               the same with other names
+    fused     experts.gate_up_proj [E, 2I, hidden], .down_proj [E, hidden, I]      gate above up, as in transformers
     gpt_oss   experts.gate_up_proj [E, hidden, 2I], .down_proj [E, I, hidden]      transposed; gate and up columns interleaved
     stacked   experts.gate_proj, .up_proj [E, I, hidden], .down_proj [E, hidden, I]    GGUF
 """
@@ -43,7 +43,7 @@ _NAMES: dict[ExpertTensorFormat, _Names] = {
 
 
 def expert_layer(spec: ModelSpec, moe: MoESpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
-    """Every parameter of the layer that is called `here` on a rank and `there` in a checkpoint, in the order they are used."""
+    """Yields every parameter of an MoE layer in the order of use; `here` is its name on a rank, `there` in a checkpoint."""
     at, hidden = f"{there}.{_NAMES[moe.form].block}", spec.hidden_size
     yield from _router(moe, hidden, f"{here}.mlp.router", f"{at}.{_NAMES[moe.form].router}")
     yield from _experts(moe, own, hidden, f"{here}.mlp.experts", f"{at}.experts")
@@ -52,7 +52,7 @@ def expert_layer(spec: ModelSpec, moe: MoESpec, own: Shard, here: str, there: st
 
 
 def _router(moe: MoESpec, hidden: int, here: str, there: str) -> Iterator[Parameter]:
-    """Held whole by every rank, in float32: a bit of difference can choose another expert."""
+    """Yields the router's parameters, complete on every rank and in float32: rounding could select another expert."""
     everything = (f"{there}.weight", moe.num_experts, range(moe.num_experts))
     yield replace(rows(f"{here}.weight", hidden, everything), fp32=True)
     if moe.router_bias:
@@ -73,7 +73,7 @@ def _experts(moe: MoESpec, own: Shard, hidden: int, here: str, there: str) -> It
             _interleaved(f"{there}.gate_up_proj_bias", moe, own.expert_columns),
         )
     yield _stacked(f"{here}.down", (slots, hidden, columns), own, down)
-    # Ranks add up their columns of an expert, and the bias once: it is of the rank with the first of them.
+    # The ranks' partial results of an expert are summed, so only the rank with its first columns adds the bias.
     if moe.expert_bias and own.expert_columns.start == 0:
         bias = WeightSlice(f"{there}.down_proj_bias", (moe.num_experts, hidden), 0, range(hidden), 0)
         yield _stacked(f"{here}.down_bias", (slots, hidden), own, lambda expert: (replace(bias, source_slot=expert),))
@@ -89,11 +89,11 @@ def _shared(moe: MoESpec, own: Shard, hidden: int, here: str, block: str) -> Ite
 
 
 _Cut = Callable[[int], tuple[WeightSlice, ...]]
-"""The slices of one expert, not yet in a slot."""
+"""Function that returns the slices of one expert, not yet assigned to a slot."""
 
 
 def _stacked(name: str, shape: tuple[int, ...], own: Shard, cut: _Cut) -> Parameter:
-    """One slot after the other."""
+    """Returns a parameter with the slices of a rank's experts in consecutive slots."""
     return Parameter(
         name,
         shape,
@@ -146,8 +146,10 @@ def _gpt_oss(moe: MoESpec, columns: range, hidden: int, there: str) -> tuple[_Cu
 
 
 def _interleaved(source: str, moe: MoESpec, columns: range, *hidden: int) -> _Cut:
-    """Gate and up where their columns are interleaved: ``gate 0, up 0, gate 1, up 1, ...``; of a bias where there is no
-    `hidden`."""
+    """Returns the cut of a tensor with interleaved gate and up columns: ``gate 0, up 0, gate 1, up 1, ...``.
+
+    The tensor is a bias if no `hidden` size is given.
+    """
     shape = (moe.num_experts, *hidden, 2 * moe.expert_size)
 
     def cut(expert: int) -> tuple[WeightSlice, ...]:
@@ -182,4 +184,7 @@ _CUTS: dict[ExpertTensorFormat, Callable[[MoESpec, range, int, str], tuple[_Cut,
     "gpt_oss": _gpt_oss,
     "stacked": _in_stacks,
 }
-"""(own columns, hidden size, prefix in the checkpoint) -> the slices of gate and up, and of down."""
+"""Functions, by checkpoint form, that return the cuts of gate and up and of down.
+
+Their arguments are the MoE specification, the rank's own columns, the hidden size and the prefix in the checkpoint.
+"""

@@ -1,7 +1,8 @@
-"""Which tokens of a step each rank of a stage contributes to the experts: every token is of exactly one rank.
+"""Token ownership for expert dispatch: which tokens each rank of a stage contributes; every token belongs to exactly one rank.
 
-A tp group splits the tokens it runs. Under context parallelism those of a split row are its own; rows that every cp rank
-runs (`placement.ownership.context`) are first split over the cp ranks. A decode, and 12 new tokens, with ``cp=2, tp=2``::
+A tp group splits the tokens that it runs. With context parallelism each cp rank contributes its tokens of split rows, and rows
+that every cp rank runs (`placement.ownership.context`) are first split over the cp ranks. A decode row and a row of 12 new
+tokens, with ``cp=2, tp=2``::
 
     row                  d | p0 p1 p2 p3 p4 p5 p6 p7 p8 p9 p10 p11
     run by cp rank 0     d   p0 p1 p2                  p9 p10 p11
@@ -9,8 +10,8 @@ runs (`placement.ownership.context`) are first split over the cp ranks. A decode
     own tokens, cp 0     p0 p1 p2 p9 | p10 p11 d          tp rank 0 | tp rank 1
                 cp 1     p3 p4 p5    | p6 p7 p8
 
-DP ranks (attn_dp) do so each with its own rows; one without rows contributes none. All of it follows from the plan, which names
-the DP rank of every row, so no rank asks another how many tokens it has.
+Each DP rank (attn_dp) does this with its own rows; one without rows contributes no tokens. The split follows from the step
+plan, which has the DP rank of every row, so ranks need not exchange token counts.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from placement.layout.partition import partition
 from placement.ownership.context import is_split, spans
 
 NewLensAcrossDP = Sequence[Sequence[int]]
-"""New tokens of each row of a step, per DP rank."""
+"""Number of new tokens of each row of a step, per DP rank."""
 
 
 def num_common(new_lens: Sequence[int], cp: int) -> int:
-    """Tokens that every cp rank runs, of a step whose rows have `new_lens` new tokens."""
+    """Returns the number of tokens that every cp rank runs, in a step whose rows have `new_lens` new tokens."""
     return sum(count for count in new_lens if not is_split(count, cp)) if cp > 1 else 0
 
 
 def places(new_lens: Sequence[int], cp: int, cp_rank: int) -> tuple[list[int], list[int]]:
-    """Where, among the tokens that a cp rank runs, those are that no other runs, and where those that all of them run."""
+    """Splits the tokens that a cp rank runs into those that only it runs and those that all cp ranks run.
+
+    Returns two lists of indices into the rank's tokens.
+    """
     single: list[int] = []
     common: list[int] = []
     start = 0
@@ -43,7 +47,7 @@ def places(new_lens: Sequence[int], cp: int, cp_rank: int) -> tuple[list[int], l
 
 
 def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
-    """Tokens that the tp group of each cp rank contributes."""
+    """Returns the number of tokens that the tp group of each cp rank contributes."""
     shares = partition(num_common(new_lens, cp), cp)
     split = [count for count in new_lens if cp == 1 or is_split(count, cp)]
     return [
@@ -52,12 +56,12 @@ def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
 
 
 def own_tokens(new_lens_across_dp: NewLensAcrossDP, layout: Layout) -> list[int]:
-    """Tokens that each rank of a stage contributes, in rank order."""
+    """Returns the number of tokens that each rank of a stage contributes, in rank order."""
     of_groups = [tokens for new_lens in new_lens_across_dp for tokens in of_tp_groups(new_lens, layout.cp)]
     return [len(part) for tokens in of_groups for part in partition(tokens, layout.tp)]
 
 
 def of_copy(own_tokens: Sequence[int], layout: Layout, copy: int) -> list[int]:
-    """Those of the ranks of one MoE copy."""
+    """Returns the part of `own_tokens` that belongs to the ranks of one MoE copy."""
     size = layout.ep * layout.moe_tp
     return list(own_tokens[copy * size : (copy + 1) * size])

@@ -1,15 +1,16 @@
-"""The hand-off map: which rank of one layout sends which part of a sequence's KV cache to which rank of another.
+"""The hand-off map (prefill/decode disaggregation): which rank sends which part of a sequence's KV cache to which rank.
 
-Both sides hold one model under any two layouts; who keeps what is read from `placement.ownership.shards` (layers, KV heads) and
-`placement.ownership.context` (positions). Prefill ``tp=2`` to decode ``pp=2`` for a model with 3 KV heads and 4 layers::
+Both sides serve the same model, under any two layouts. `placement.ownership.shards` determines which layers and KV heads a rank
+keeps, `placement.ownership.context` which positions. Prefill ``tp=2`` to decode ``pp=2``, for 3 KV heads and 4 layers::
 
     source                     layers 0-1                layers 2-3
       rank 0  heads 0 1        -> rank 0  (heads 0 1)    -> rank 1  (heads 0 1)
       rank 1  head  2          -> rank 0  (head  2)      -> rank 1  (head  2)
 
-A destination gets each (layer, head, position) that it keeps exactly once, from one source. Where several sources keep the
-same (more tp ranks than KV heads; latents under any tp), they share the work layer by layer: each serves the destination of
-its own rank first, as far as its even share goes, and the rest is split in order. One head, four sources, two destinations::
+A destination receives each (layer, head, position) that it keeps exactly once, from one source. If several sources keep the
+same data (more tp ranks than KV heads; latents under any tp), they share the work layer by layer: each first serves the
+destination with its own rank number, up to an even share, and the rest is split in order. One head, four sources, two
+destinations::
 
     one KV head, 8 layers     prefill tp=4                          decode pp=2
                               rank 0: layers 0-1 -> rank 0          rank 0  layers 0-3
@@ -36,8 +37,10 @@ from placement.ownership.shards import shard
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a hand-off: a replica under `layout` whose pages hold `page_tokens` tokens, and the DP rank of the
-    sequence."""
+    """One side of a hand-off: the layout of a replica, the tokens per page, and the DP rank that has the sequence.
+
+    Raises `ValueError` if the layout has no such DP rank, or if a page holds less than one token.
+    """
 
     layout: Layout
     page_tokens: int = BLOCK_TOKENS
@@ -54,7 +57,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank of a side keeps of every sequence of its DP rank. `kv_heads` of latents is the one they count as."""
+    """The part of every sequence of its DP rank that one rank keeps. MLA latents count as one KV head."""
 
     world_rank: int
     layers: range
@@ -64,7 +67,10 @@ class Holding:
 
 @dataclass(frozen=True)
 class Copy:
-    """What one rank sends to another: every one of `kv_heads` in every one of `layers` at all of `positions`."""
+    """The data that one rank sends to another: all of `kv_heads` in all of `layers` at all of `positions`.
+
+    `source` and `destination` are world ranks of the two replicas.
+    """
 
     source: int
     destination: int
@@ -73,18 +79,18 @@ class Copy:
     positions: PeriodicPositions
 
     def within(self, layers: range, positions: range) -> Copy | None:
-        """The part of it in a range of layers and a chunk of positions; None: nothing."""
+        """Returns the part of the copy in a range of layers and of positions, or None if that part is empty."""
         part = replace(self, layers=_overlap(self.layers, layers), positions=self.positions.within(positions))
         return part if part.layers and len(part.positions) else None
 
     def num_bytes(self, spec: ModelSpec, dtype: DType) -> int:
-        """Bytes that it moves."""
+        """Returns the number of bytes that the copy transfers."""
         return len(self.layers) * len(self.kv_heads) * len(self.positions) * head_bytes(spec, dtype)
 
 
 @dataclass(frozen=True)
 class _Need:
-    """What one destination keeps of what one set of replicas keeps."""
+    """The data that one destination needs from a set of source ranks which keep the same."""
 
     world_rank: int
     layers: range
@@ -93,22 +99,25 @@ class _Need:
 
     @property
     def weight(self) -> int:
-        """How much one layer of it moves."""
+        """Amount of data per layer: KV heads times positions."""
         return len(self.kv_heads) * len(self.positions)
 
 
 def head_bytes(spec: ModelSpec, dtype: DType) -> int:
-    """Bytes of one KV head of one token in one layer, K and V (or the latent) together."""
+    """Returns the bytes of one KV head of one token in one layer, K and V (or the latent) together."""
     return spec.kv_planes * spec.kv_dim * DTYPE_BYTES[dtype]
 
 
 def sequence_bytes(spec: ModelSpec, tokens: int, dtype: DType) -> int:
-    """Bytes of the KV cache of a sequence, each counted once however many ranks keep it."""
+    """Returns the bytes of a sequence's KV cache, each counted once even if several ranks keep it."""
     return tokens * spec.num_layers * spec.num_kv_heads * head_bytes(spec, dtype)
 
 
 def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
-    """What each rank of the side's DP rank keeps, by world rank. Raises `ModelError` for layers of unlike heads."""
+    """Returns the part that each rank of the side's DP rank keeps, by world rank.
+
+    Raises `ModelError` if the model has several attention kinds, or values of another size than keys.
+    """
     if len(spec.kinds) > 1 or spec.value_dim is not None:
         raise ModelError(
             f"{spec.family}: handing off KV is not built yet for models whose layers have unlike heads, or values of another "
@@ -128,11 +137,10 @@ def _heads_text(kind: AttentionKind) -> str:
 
 
 def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) -> list[Copy]:
-    """The copies that give the destination `positions` of a sequence, ordered by destination, then by what is copied.
+    """Returns the copies that transfer `positions` of a sequence, ordered by destination, then by layers and heads.
 
-    Both layouts must have passed `placement.legality.check` for `spec`. The map of a chunk is cut from that of the whole
-    prompt with
-    `Copy.within`, so that who sends what does not change from chunk to chunk.
+    Both layouts must have passed `placement.legality.check` for `spec`. For a chunk, use `Copy.within` on the map of the whole
+    prompt, so that the assignment of senders does not change from chunk to chunk.
     """
     replicas: dict[tuple[range, range, Ownership], list[int]] = {}
     for held in holdings(spec, source):
@@ -155,9 +163,10 @@ def _needs(layers: range, heads: range, kept: Ownership, needed: Sequence[Holdin
 
 
 def _split_layers(needs: Sequence[_Need], ranks: Sequence[int]) -> Iterator[tuple[int, _Need, range]]:
-    """Each need's layers split over `ranks`, which keep the same: loads are within a layer of even.
+    """Splits the layers of each need over `ranks`, which keep the same data; their loads are even to within one layer.
 
-    A rank first takes layers of the destination of its own number, up to its share; the others fill what room is left.
+    A rank first takes layers for the destination with its own rank number, up to an even share; the rest fills the remaining
+    room in order.
     """
     units = [(need, layer) for need in needs for layer in need.layers]
     total, loads, owner = sum(need.weight for need, _ in units), dict.fromkeys(ranks, 0), dict[int, int]()
@@ -171,14 +180,14 @@ def _split_layers(needs: Sequence[_Need], ranks: Sequence[int]) -> Iterator[tupl
     left, before = sum(units[index][0].weight for index in rest), 0
     for index in rest:
         weight = units[index][0].weight
-        middle = (2 * before + weight) * room[-1]  # in the measure of `room` this is middle / (2 * left)
+        middle = (2 * before + weight) * room[-1]  # in the units of `room`, this is middle / (2 * left)
         owner[index] = ranks[bisect_right(room, middle // (2 * left))]
         before += weight
     yield from _joined(units, owner)
 
 
 def _joined(units: Sequence[tuple[_Need, int]], owner: dict[int, int]) -> Iterator[tuple[int, _Need, range]]:
-    """Neighbouring layers of one need from one rank, as one range."""
+    """Yields (rank, need, layers), with neighbouring layers of one need from one rank joined to one range."""
     start = 0
     for index, (need, layer) in enumerate(units):
         following = units[index + 1][0] if index + 1 < len(units) else None

@@ -1,7 +1,7 @@
-"""A copy of the hand-off map in the pages of both sides: which bytes of which page go into which bytes of which.
+"""Page-level KV transfer: translates a copy of the hand-off map into byte ranges of source and destination pages.
 
 Pages are head-major: a page holds one head of one plane (K, V or the latent) of one layer for `page_tokens` positions, so the
-same ranges hold for every layer, plane and head of a copy. Pages of 16 tokens into pages of 32, 8 bytes a token::
+same byte ranges apply to every layer, plane and head of a copy. Pages of 16 tokens into pages of 32, 8 bytes per token::
 
     positions          0-15              16-31             32-39
     source page        7, 0 + 128        3, 0 + 128        9, 0 + 64        (page, offset + length in bytes)
@@ -19,7 +19,7 @@ from placement.ownership.handoff import Copy
 
 @dataclass(frozen=True)
 class PageRange:
-    """Bytes ``[offset, offset + length)`` of a page of one head in one plane."""
+    """The bytes ``[offset, offset + length)`` of a page of one head in one plane."""
 
     page: int
     offset: int
@@ -28,14 +28,17 @@ class PageRange:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where a rank keeps a sequence. `pages` has the page of every block of the sequence, those of other owners too, as step
-    plans have them: block j is a page of owner ``j % owners``."""
+    """The pages of a sequence on a rank.
+
+    `pages` has the page of every block of the sequence, including blocks of other owners, in the order of step plans: block j
+    is a page of owner ``j % owners``.
+    """
 
     ownership: Ownership
     pages: Sequence[int]
 
     def slot(self, position: int, own_pages: list[int]) -> int:
-        """Place of a position among all slots of the rank's pages. Raises `ValueError` where it has none."""
+        """Returns the slot of a position in the rank's pages. Raises `ValueError` if the position is beyond the last block."""
         block = position // self.ownership.block_size
         if block >= len(self.pages):
             raise ValueError(
@@ -50,9 +53,10 @@ class PageTable:
 def page_ranges(
     copy: Copy, source: PageTable, destination: PageTable, token_bytes: int
 ) -> Iterator[tuple[PageRange, PageRange]]:
-    """The ranges of a copy on both sides, by position; none crosses a page of either side.
+    """Yields the (source, destination) byte ranges of a copy, by position; none crosses a page boundary on either side.
 
-    `token_bytes`: bytes of one position of one head in one plane. Raises `ValueError` where a side has too few blocks.
+    `token_bytes` is the number of bytes of one position of one head in one plane. Raises `ValueError` if a side has too few
+    blocks.
     """
     sides = [(table, table.ownership.blocks(list(table.pages))) for table in (source, destination)]
     for span in copy.positions.spans():

@@ -1,13 +1,13 @@
-"""Positions of a sequence as runs that repeat: what one KV owner keeps, and what two owners under unlike layouts both keep.
+"""Periodic sets of positions: the positions of a sequence that two KV owners under different layouts both keep.
 
-Two owners and pages of 16 on one side, three and pages of 32 on the other; what the first owner here and the second there
-share repeats every ``lcm(2 * 16, 3 * 32) = 96`` positions::
+With two owners and pages of 16 tokens on one side, and three owners and pages of 32 on the other, the positions that the first
+owner of the source and the second of the destination both keep repeat every ``lcm(2 * 16, 3 * 32) = 96`` positions::
 
-    here, owner 0    0-15       32-47       64-79        of every 32
-    there, owner 1              32-------63              of every 96
-    both                        32-47                    of every 96
+    source, owner 0         0-15       32-47       64-79        of every 32
+    destination, owner 1               32-------63              of every 96
+    both                               32-47                    of every 96
 
-So a long sequence takes no more room than a short one, and a chunk of it is the same runs in another window.
+So a long sequence needs no more memory than a short one, and a chunk of a sequence has the same runs in another window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from placement.ownership.context import Ownership
 
 @dataclass(frozen=True)
 class PeriodicPositions:
-    """The positions in `window` that fall into `runs`, which lie in ``range(period)`` and repeat with it."""
+    """The positions in `window` that lie in `runs`: ranges within ``range(period)`` that repeat every `period` positions."""
 
     window: range
     period: int
@@ -35,16 +35,16 @@ class PeriodicPositions:
         return self._below(self.window.stop) - self._below(self.window.start)
 
     def within(self, window: range) -> PeriodicPositions:
-        """Those of them that are also in `window`."""
+        """Returns the positions that are also in `window`."""
         start = max(self.window.start, window.start)
         return replace(self, window=range(start, max(start, min(self.window.stop, window.stop))))
 
     def anywhere(self, window: range) -> PeriodicPositions:
-        """The same runs in any other window."""
+        """Returns the same runs in another window."""
         return replace(self, window=window)
 
     def spans(self) -> Iterator[range]:
-        """They themselves, ascending, as ranges that do not touch each other."""
+        """Yields the positions in ascending order, as maximal contiguous ranges."""
         if any(len(run) == self.period for run in self.runs):
             yield from [self.window] if self.window else []
             return
@@ -66,12 +66,12 @@ class PeriodicPositions:
                     yield span
 
     def _below(self, position: int) -> int:
-        """How many there are before `position`, were there no window."""
+        """Returns the number of positions of the runs before `position`, regardless of the window."""
         periods, rest = divmod(position, self.period)
         return periods * sum(map(len, self.runs)) + sum(max(0, min(run.stop, rest) - run.start) for run in self.runs)
 
     def __str__(self) -> str:
-        """``0-15, 32-47 of every 96``, or ``all``."""
+        """Returns the runs as text: ``0-15, 32-47 of every 96``, or ``all``."""
         if any(len(run) == self.period for run in self.runs):
             return "all"
         return f"{', '.join(f'{run.start}-{run.stop - 1}' for run in self.runs)} of every {self.period}"
@@ -79,7 +79,7 @@ class PeriodicPositions:
 
 @lru_cache(maxsize=4096)
 def shared_runs(one: Ownership, other: Ownership) -> tuple[int, tuple[range, ...]]:
-    """Period and runs of the positions that both owners keep."""
+    """Returns the period and the runs of the positions that both owners keep."""
     period = lcm(one.owners * one.block_size, other.owners * other.block_size)
     both = np.intersect1d(one.positions(period), other.positions(period), assume_unique=True)
     if not len(both):
@@ -90,5 +90,5 @@ def shared_runs(one: Ownership, other: Ownership) -> tuple[int, tuple[range, ...
 
 
 def shared(one: Ownership, other: Ownership, window: range) -> PeriodicPositions:
-    """The positions in `window` that both owners keep."""
+    """Returns the positions in `window` that both owners keep."""
     return PeriodicPositions(window, *shared_runs(one, other))

@@ -1,10 +1,10 @@
-"""The parameters of latent attention (`placement.model.mla_spec`) on one rank.
+"""Parameters of multi-head latent attention (MLA, `placement.model.mla_spec`) on one rank.
 
-What makes latents every rank of a tp group has whole; what makes heads from them is split by heads, of which any number is
-legal::
+The projections to latents are replicated on every rank of a tp group; the projections from latents to heads are split by heads.
+Any number of heads per rank is legal::
 
-    qkv_a      [q_lora_rank + latent_dim, hidden]       whole       (without q_lora_rank: own heads' queries, then the latent)
-    q_a_norm, kv_a_norm                                 whole
+    qkv_a      [q_lora_rank + latent_dim, hidden]       replicated  (without q_lora_rank: own heads' queries, then the latent)
+    q_a_norm, kv_a_norm                                 replicated
     q_b        [own heads * query_dim, q_lora_rank]
     kv_b       [own heads * (nope + value), kv_lora_rank]
     o          [hidden, own heads * value_dim]
@@ -20,7 +20,7 @@ from placement.ownership.weight_slices import Parameter, Segment, inputs, of_hea
 
 
 def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, there: str) -> Iterator[Parameter]:
-    """Those of one layer on a rank with the query heads `q_heads`."""
+    """Yields the MLA parameters of one layer on a rank with the query heads `q_heads`."""
     hidden, rank, latent = spec.hidden_size, mla.q_lora_rank, mla.latent_dim
     queries: Segment = (f"{there}.q_proj.weight", spec.num_heads * mla.query_dim, of_heads(q_heads, mla.query_dim))
     first = queries if rank is None else (f"{there}.q_a_proj.weight", rank, range(rank))
@@ -42,6 +42,6 @@ def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, t
 
 
 def head_elements(spec: ModelSpec, mla: MLASpec) -> int:
-    """Weights of one head."""
+    """Returns the number of weights of one head: those that are not replicated."""
     made = mla.kv_lora_rank * (mla.nope_dim + mla.value_dim)
     return mla.query_dim * (mla.q_lora_rank or spec.hidden_size) + made + mla.value_dim * spec.hidden_size

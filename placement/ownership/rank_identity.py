@@ -1,4 +1,7 @@
-"""What one rank is within its replica, as one value: it is made once, where the rank is put together, and passed from there."""
+"""The identity of a rank within its replica: layout, world rank, coordinates and shard, as one value.
+
+It is constructed once, when the rank is assembled, and passed on from there.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,27 @@ from placement.ownership.shards import shard
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank's place in the grid, and what follows from it. `block_size`: tokens of one KV block."""
+    """A rank's coordinates in the grid and the values derived from them. `block_size` is the number of tokens per KV block."""
 
     layout: Layout
     world_rank: int
     block_size: int
     coords: Coords
     shard: Shard
-    """The part of the model that it holds."""
+    """The part of the model that the rank holds."""
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, world_rank: int, block_size: int) -> RankIdentity:
-        """Raises `IndexError` for a rank that the layout does not have."""
+        """Returns the identity of a world rank. Raises `IndexError` if the layout has no such rank."""
         coords = coords_of(layout, world_rank)
         return cls(layout, world_rank, block_size, coords, shard(spec, layout, coords))
 
     @property
     def place(self) -> ContextRank:
-        """Its place among the ranks that share a sequence."""
+        """Coordinates of the rank among the ranks that share a sequence."""
         return ContextRank.of(self.layout, self.coords, self.block_size)
 
     @property
     def side(self) -> Side:
-        """What peers in a KV transfer must know of its replica."""
+        """Description of the rank's replica that peers need for a KV transfer."""
         return Side(self.layout, self.block_size, self.coords.attn_dp)

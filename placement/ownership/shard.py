@@ -1,4 +1,4 @@
-"""What one rank holds of the model, as one value. `placement.ownership.shards` makes it."""
+"""The shard: the part of the model that one rank holds, as one value. `placement.ownership.shards` constructs it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from placement.experts.expert_map import ExpertMap
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds. Ranges index the whole model; `vocab`, of the embedding, and `head_vocab` may reach past
-    ``vocab_size`` into padding rows."""
+    """The part of the model that one rank holds, as ranges of the whole model.
+
+    `layers` are the rank's layers, `columns` its MLP columns, `vocab` and `head_vocab` its rows of the embedding and of the LM
+    head. The vocabulary ranges may extend past ``vocab_size`` into padding rows.
+    """
 
     layers: range
     heads: tuple[tuple[range, range], ...]
-    """(query heads, KV heads) in layers of each kind, in the order of `ModelSpec.kinds`."""
+    """Pairs of (query heads, KV heads) in layers of each attention kind, in the order of `ModelSpec.kinds`."""
     columns: range
     vocab: range
     head_vocab: range
     first_stage: bool
     last_stage: bool
     expert_map: ExpertMap | None = None
-    """Which expert every slot of every rank has at first, the same in each layer with experts."""
+    """Initial expert map, with the expert in every slot of every rank; it is the same for each MoE layer."""
     expert_slots: range = range(0)
-    """The slots of this rank."""
+    """Expert slots of this rank."""
     expert_columns: range = range(0)
-    """Columns of each of these experts."""
+    """Columns that this rank holds of each of its experts."""
     shared_columns: range = range(0)
-    """Columns of the shared expert."""
+    """Columns that this rank holds of the shared expert."""
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -37,10 +40,10 @@ class Shard:
 
     @property
     def q_heads(self) -> range:
-        """Query heads in layers of the first kind; most models have no other."""
+        """Query heads in layers of the first attention kind (most models have only one)."""
         return self.heads[0][0]
 
     @property
     def kv_heads(self) -> range:
-        """KV heads there."""
+        """KV heads in layers of the first attention kind."""
         return self.heads[0][1]

@@ -1,18 +1,18 @@
-"""Who owns which slice of the model: the single source of truth for ownership.
+"""Tensor-parallel (TP) and pipeline-parallel (PP) shards: which rank owns which slice of the model.
 
-Weight loading, KV size, memory estimates, transfers and pictures read this file; nobody re-derives a slice.
+This file is the single source of truth: weight loading, KV sizes, memory estimates, transfers and drawings all use it.
 
 SmolLM2-135M (9 query heads in 3 KV groups, 1,536 MLP columns) under ``tp=2``::
 
                  tp_rank 0                tp_rank 1
     KV groups    [0 1]  (6 q heads)       [2]  (3 q heads)
-    MLP columns  [0 .. 704)               [704 .. 1536)   <- the rank short of attention work gets more MLP
+    MLP columns  [0 .. 704)               [704 .. 1536)   <- the rank with less attention work gets more MLP columns
     vocabulary   [0 .. 24576)             [24576 .. 49152)
 
-The unit of an attention split is a KV group (one KV head and the query heads that read it), so a rank's query heads
-always find their KV heads on the same rank. With more ranks than KV heads, each KV head is held by several ranks and
-its query heads are split over them. Latent attention (`placement.model.mla_spec`) has one: every rank holds the latents.
-Layers of unlike heads (`placement.model.attention_kind`) are split kind by kind.
+The unit of an attention split is a KV group (one KV head and the query heads that use it), so a query head and its KV head are
+always on the same rank. With more ranks than KV heads, each KV head is replicated on several ranks, and its query heads are
+split over them. Latent attention (`placement.model.mla_spec`) has one KV head: every rank holds the latents. Layers of
+different attention kinds (`placement.model.attention_kind`) are split kind by kind.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ NORMS: dict[str, dict[str, str]] = {
         "mlp_out_norm": "post_mlp_layernorm",
     },
 }
-"""Norms of a layer by `ModelSpec.norms`: our name (where it stands, see `actors.model.layers.layer.Layer`) and the
-checkpoint's."""
+"""Norms of a layer by `ModelSpec.norms`: maps the parameter's name (see `actors.model.layers.layer.Layer`) to the name in the
+checkpoint."""
 
 _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
-"""Sizes, largest first, in which MLP columns and vocabulary rows are split."""
+"""Block sizes, largest first, in multiples of which MLP columns and vocabulary rows are split."""
 
 
 def shard(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
-    """The shard of the rank at `coords`. The layout must have passed `placement.legality.check`."""
+    """Returns the shard of the rank at `coords`. The layout must have passed `placement.legality.check`."""
     first = sum(stage_layers(spec, layout)[: coords.pp])
     shares = layout.tp_shares
     return Shard(
@@ -77,7 +77,7 @@ def shard(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
 
 
 def _experts(spec: ModelSpec, layout: Layout, coords: Coords) -> dict[str, Any]:
-    """The expert fields of a shard."""
+    """Returns the expert fields of a shard, or nothing for a dense model."""
     if spec.moe is None:
         return {}
     seen = moe_coords_of(layout, world_rank(layout, coords))
@@ -91,8 +91,11 @@ def _experts(spec: ModelSpec, layout: Layout, coords: Coords) -> dict[str, Any]:
 
 
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage: as given by hand, else so that the largest stage is as small as it can be
-    (`placement.layout.stages`), counting the head with the last and the embedding with the first."""
+    """Returns the number of layers of each pipeline stage.
+
+    It is the layout's `stage_layers`, or by default the split that minimises the largest stage (`placement.layout.stages`),
+    where the LM head counts with the last stage and the embedding with the first.
+    """
     if layout.stage_layers is not None:
         return layout.stage_layers
     vocabulary_elements = spec.vocab_size * spec.hidden_size
@@ -102,7 +105,7 @@ def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
-    """Weight elements of each layer."""
+    """Returns the number of weight elements of each layer."""
     everything = whole_model(spec)
     return tuple(
         sum(_product(parameter.shape) for parameter in _layer(spec, everything, layer)) for layer in range(spec.num_layers)
@@ -110,7 +113,7 @@ def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def whole_model(spec: ModelSpec) -> Shard:
-    """All of the model on one rank."""
+    """Returns the shard of a rank that holds the whole model."""
     return Shard(
         layers=range(spec.num_layers),
         heads=tuple((range(kind.num_heads), range(kind.num_kv_heads)) for kind in spec.kinds),
@@ -124,10 +127,10 @@ def whole_model(spec: ModelSpec) -> Shard:
 
 
 def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
-    """(query heads, KV heads) of each tp rank in layers of a kind (of a model: its first). Both are contiguous; every query
-    head's KV head is on its rank.
+    """Returns (query heads, KV heads) of each tp rank in layers of an attention kind (for a model: of its first kind).
 
-    By `shares` where they are given: whole KV groups, or where there are more ranks than those, the heads of each group.
+    Both are contiguous, and every query head is on a rank with its KV head. With `shares`, whole KV groups are split in
+    proportion to them, or, if there are more ranks than groups, the query heads of each group.
     """
     per_kv = kind.queries_per_kv
     if tp <= kind.num_kv_heads:
@@ -140,16 +143,19 @@ def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> li
 
 
 def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """MLP columns of each tp rank, split so that attention and MLP weights together follow the shares (or are even) as
-    nearly as they can: a rank that got more heads than its due gets fewer columns."""
+    """Returns the MLP columns of each tp rank.
+
+    They are split so that attention and MLP weights together are as even, or as proportional to the shares, as possible: a rank
+    with more attention heads than its share gets fewer columns.
+    """
     return _balanced_columns(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
 
 
 def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
-    """Columns of each expert on each moe_tp rank.
+    """Returns the columns of each expert on each moe_tp rank.
 
-    Where these are the ranks of a tp group they are split as `columns` are, a token going through `top_k` experts. Else a rank
-    shares out its experts with others than its attention, and they are split evenly.
+    If the moe_tp ranks are a tp group, the columns are split as by `columns`, with `top_k` experts per token. Otherwise experts
+    and attention are split over different groups of ranks, and the columns are split evenly.
     """
     if not _expert_ranks_are_tp_ranks(layout):
         return _balanced_columns(spec, moe.expert_size, moe.top_k, [0] * layout.moe_tp, None)
@@ -158,7 +164,7 @@ def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]
 
 
 def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
-    """Columns of the shared expert on each tp rank: what attention and the experts leave uneven, they even out."""
+    """Returns the columns of the shared expert on each tp rank; they even out the load that attention and experts leave."""
     tp, shares = layout.tp, layout.tp_shares
     if not moe.shared_size:
         return [range(0)] * tp
@@ -170,13 +176,13 @@ def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]
 
 
 def _expert_ranks_are_tp_ranks(layout: Layout) -> bool:
-    """Both axes are innermost in their grid, so groups of one size are the same groups."""
+    """Whether the moe_tp groups are the tp groups. Both axes are innermost in their grid, so equal sizes mean equal groups."""
     return layout.moe_tp == layout.tp
 
 
 def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
-    """Weight elements of a layer's attention on each tp rank; the mean over the layers, where they are of several kinds."""
-    if spec.mla is not None:  # those that differ from rank to rank
+    """Returns the attention weight elements of a layer on each tp rank; the mean over the layers if there are several kinds."""
+    if spec.mla is not None:  # replicated weights are equal on every rank and not counted
         return [len(q_heads) * head_elements(spec, spec.mla) for q_heads, _ in heads(spec, tp, shares)]
     layers = Counter(map(spec.kind_of, range(spec.num_layers)))
     per_kind = [
@@ -186,28 +192,30 @@ def _attention_elements(spec: ModelSpec, tp: int, shares: Shares) -> list[int]:
 
 
 def _balanced_columns(spec: ModelSpec, width: int, times: int, already: list[int], shares: Shares) -> list[range]:
-    """Columns of a gated MLP, whose three matrices a token meets `times` times."""
+    """Returns the columns of a gated MLP on each rank; a token passes through its three matrices `times` times."""
     block = _block(width, len(already))
     return partition_balanced(width // block, block, already, 3 * spec.hidden_size * times, shares)
 
 
 def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """Vocabulary rows of the embedding on each tp rank. Together they cover the padded size."""
+    """Returns the vocabulary rows of the embedding on each tp rank; together they cover the padded vocabulary."""
     block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
     blocks = partition(-(-spec.vocab_size // block), tp, shares)
     return [range(part.start * block, part.stop * block) for part in blocks]
 
 
 def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
-    """Vocabulary rows of the head on the ranks of a stage, in DP rank order: those of the embedding, or split over all DP
-    ranks."""
+    """Returns the vocabulary rows of the LM head on the ranks of a stage, in DP rank order.
+
+    They are those of the embedding, or are split over all DP ranks (`placement.layout.lm_head`).
+    """
     if not is_over_stage(spec, layout):
         return vocabulary(spec, layout.tp, layout.tp_shares) * layout.attn_dp
     return vocabulary(spec, layout.attn_dp * layout.tp, layout.tp_shares and layout.tp_shares * layout.attn_dp)
 
 
 def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
-    """Every parameter of one rank, in the order of the forward pass."""
+    """Yields every parameter of one rank, in the order of the forward pass."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     if own.first_stage:
         yield rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
@@ -222,7 +230,7 @@ def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
 
 
 def weight_elements(spec: ModelSpec, own: Shard) -> int:
-    """Number of weight elements a rank holds, padding included."""
+    """Returns the number of weight elements that a rank holds, padding included."""
     return sum(_product(parameter.shape) for parameter in parameters(spec, own))
 
 
@@ -243,7 +251,7 @@ def _layer(spec: ModelSpec, own: Shard, layer: int) -> Iterator[Parameter]:
 
 
 def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Parameter]:
-    """Those of the norms `names` that this model's layers have."""
+    """Yields the norms among `names` that the layers of this model have."""
     sources = NORMS[spec.norms]
     for name in names:
         if name in sources:
@@ -253,7 +261,7 @@ def _norms(spec: ModelSpec, here: str, there: str, *names: str) -> Iterator[Para
 def _attention(
     spec: ModelSpec, kind: AttentionKind, q_heads: range, kv_heads: range, here: str, there: str
 ) -> Iterator[Parameter]:
-    """Of a layer of a kind, on a rank with these of its heads."""
+    """Yields the attention parameters of a layer of one attention kind, on a rank with the given heads."""
     if spec.mla is not None:
         yield from latent_attention(spec, spec.mla, q_heads, here, there)
         return
@@ -291,7 +299,7 @@ def _mlp(spec: ModelSpec, own: Shard, here: str, there: str) -> Iterator[Paramet
 
 
 def _block(total: int, parts: int) -> int:
-    """Largest block that divides `total` and leaves every part at least eight on average; 1 if none does."""
+    """Returns the largest block size that divides `total` and gives each part at least eight blocks on average; else 1."""
     return next((size for size in _BLOCKS if total % size == 0 and total // size >= 8 * parts), 1)
 
 

@@ -1,6 +1,6 @@
-"""The slices of checkpoint tensors that a rank's parameters are made of, and the ways of cutting them.
+"""Slices of checkpoint tensors that form a rank's parameters: column-parallel, row-parallel and replicated.
 
-Which cut a parameter gets is said in `placement.ownership.shards`.
+`placement.ownership.shards` determines which kind of slice each parameter uses.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 Segment = tuple[str, int, range]
-"""Name of a source, its number of rows, the rows taken."""
+"""Name of a source tensor, its number of rows, and the range of rows to take."""
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """One slice of one checkpoint tensor and where it lands in a rank's parameter.
+    """One slice of a checkpoint tensor and its position in a rank's parameter.
 
-    ``target.narrow(dim, at, len(take))`` receives ``source.narrow(dim, take.start, len(take))``, or every so many of these
-    where `take` has a step. `source` is the Hugging Face name of the tensor, `source_shape` its whole shape.
+    ``target.narrow(dim, at, len(take))`` receives the indices `take` of dimension `dim` of the source; `take` may have a step.
+    `source` is the Hugging Face name of the tensor, `source_shape` its complete shape.
 
-    Where tensors hold one matrix an expert, all of this is said of the matrix ``source[source_slot]`` and of ``target[slot]``;
-    where the source's is `transposed`, of ``target[slot].T``.
+    For tensors that stack one matrix per expert, the slice is one of ``source[source_slot]``, and the target is
+    ``target[slot]``, or ``target[slot].T`` if `transposed`.
     """
 
     source: str
@@ -42,17 +42,17 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A rank's parameter: its local shape and the slices that fill it. Rows no slice covers are padding, and zero."""
+    """A rank's parameter: its local shape and the slices that fill it. Rows that no slice covers are zero padding."""
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[WeightSlice, ...]
     fp32: bool = False
-    """Kept in float32 whatever the model computes in."""
+    """Whether the parameter is stored in float32, independent of the model's dtype."""
 
 
 def fused(source: str, segments: Sequence[Segment]) -> list[Segment]:
-    """The same segments where a checkpoint has them stacked in one tensor; each is sliced by itself::
+    """Returns the segments for a checkpoint that stacks them in one tensor; each segment is sliced separately::
 
     qkv_proj   [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]      tp_rank 1 of 2 takes [q2 q3], [k1] and [v1]
     """
@@ -65,7 +65,10 @@ def fused(source: str, segments: Sequence[Segment]) -> list[Segment]:
 
 
 def rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
-    """Slices of output rows (of a matrix with `inputs` columns, or of a bias), stacked: column parallel."""
+    """Returns a column-parallel parameter: stacked slices of output rows.
+
+    The sources are matrices with `inputs` columns, or biases if `inputs` is None.
+    """
     tail = () if inputs is None else (inputs,)
     starts = accumulate((len(take) for _, _, take in segments), initial=0)
     slices = tuple(
@@ -77,15 +80,18 @@ def rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
 
 
 def inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Parameter:
-    """A slice of input columns: row parallel. Its output is a partial sum, its bias is added once, after the sum."""
+    """Returns a row-parallel parameter: a slice of input columns.
+
+    Its output is a partial sum. A bias is added once, after the sum over the ranks.
+    """
     return Parameter(name, (rows, len(take)), (WeightSlice(source, (rows, inputs), 1, take, 0),))
 
 
 def of_heads(heads: range, dim: int) -> range:
-    """Rows, or columns, of heads with `dim` dimensions each."""
+    """Returns the rows (or columns) that belong to a range of heads with `dim` dimensions each."""
     return range(heads.start * dim, heads.stop * dim)
 
 
 def whole(name: str, source: str, size: int) -> Parameter:
-    """A vector every rank of the group holds."""
+    """Returns a replicated parameter: a vector that every rank of the group holds completely."""
     return Parameter(name, (size,), (WeightSlice(source, (size,), 0, range(size), 0),))
