@@ -13,8 +13,8 @@ dimensions) are counted kind by kind::
     cp  all_to_all     their partial outputs, returned                        group's heads * all tokens * (d * e + 4)
     dcp all_to_all     partial outputs of the gathered queries, returned      group's heads * tokens * (d * e + 4)
 
-The keys and values of a split row are those of its new tokens, and under pass-KV (`placement.ownership.context.passes_kv`) also
-its cached ones.
+The keys and values of a split row are those of its new tokens, and under pass-KV (`placement.ownership.context.passes_kv`) its
+cached ones as well.
 """
 
 from __future__ import annotations

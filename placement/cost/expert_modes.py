@@ -5,8 +5,7 @@ With `n` ranks in a MoE copy, `t` tokens contributed by each, rows of `b` bytes,
 
     sum      2 (n-1) t b                         all tokens are on every rank: all-reduce of partial results over the tp group
     gather   2 (n-1) t b + join                  all-gather of own tokens, reduce-scatter of partial results
-    a2a      2 u t b + u t 8 top_k + join        all-to-all of own tokens, weights and ids to the ranks of their experts, and
-    back
+    a2a      2 u t b + u t 8 top_k + join        all-to-all of own tokens, weights and ids to their experts' ranks, and back
 
 where ``join`` is (tp-1) t b, the all-gather of results over the tp group. ``a2a`` sends less once experts are spread over many
 ranks, but it makes additional calls, and the host waits for row counts that only the router knows. It is chosen if it saves

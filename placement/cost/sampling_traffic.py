@@ -1,8 +1,8 @@
 """Traffic of vocabulary-parallel sampling: the all-gathers that the sampling parameters of a step's rows require.
 
 One all-gather serves all rows of a step. Rows with min-p but without top-k and top-p require another one before it, and rows
-with log-probabilities require two more after it. `width` is the largest number of vocabulary rows of any rank: all ranks send
-equally much.
+with log-probabilities require two more after it. `width` is the largest number of vocabulary rows of any rank; all ranks send
+equal amounts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _sent(kind: str | int, rows: Sequence[Choosing], width: int) -> int:
 
 
 def _logprobs(num_top: Sequence[int], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
-    """Yields the all-gather of the sampled tokens' logits, then that of best logit (fp32), sum (fp64), rank (int64) and
+    """Yields the all-gather of the sampled tokens' logits, then of best logit (fp32), sum (fp64), rank (int64),
     alternatives."""
     if num_top:
         alternatives = min(max(num_top), vocab_size, width)

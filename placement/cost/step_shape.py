@@ -9,7 +9,8 @@ from placement.model.spec import DTYPE_BYTES, DType
 
 @dataclass(frozen=True)
 class Choosing:
-    """How the next token of a row is sampled. Fields have the same meaning as in a request; the default is greedy.
+    """Sampling parameters of one row, by which its next token is chosen. Fields have the same meaning as in a request; the
+    default is greedy.
 
     `logprobs` is the number of alternatives reported beside the sampled token; None: no log-probabilities.
     """
@@ -56,8 +57,10 @@ class StepShape:
         num_sampled: int | None = None,
         dp_size: int = 1,
     ) -> StepShape:
-        """Returns a step of `batch` equal rows, spread over the DP ranks; the first `num_sampled` (None: all) sample
-        greedily."""
+        """Returns a step of `batch` equal rows, spread over the DP ranks.
+
+        The first `num_sampled` rows (None: all) sample a token greedily.
+        """
         sampled = batch if num_sampled is None else num_sampled
         rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % dp_size) for row in range(batch))
         return cls(rows, dtype)

@@ -56,12 +56,11 @@ def partition_balanced(blocks: int, block: int, already: Sequence[int], each: in
 
 @lru_cache(maxsize=64)
 def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = None) -> tuple[range, ...]:
-    """Assigns a run of neighbouring parts to each of `groups` groups of `group_size` items, if there are more parts than
-    groups.
+    """Assigns a run of neighbouring parts to each of `groups` groups of items, if there are more parts than groups.
 
-    The parts of a run split the items of their group, so no run is longer than `group_size`. Without shares the lengths of the
-    runs differ by at most one. With shares the runs bring the parts nearest to their quotas (least squares); among equals, the
-    most even runs are chosen.
+    The parts of a run split the `group_size` items of their group, so no run is longer than that. Without shares the lengths
+    of the runs differ by at most one. With shares the runs bring the parts nearest to their quotas (least squares); among
+    equals, the most even runs are chosen.
     """
     if shares is None:
         return tuple(partition(parts, groups))

@@ -9,8 +9,7 @@ The cache holds one latent c per token, from which every head h derives its key 
                 size of a latent                                    as one KV head; the output is projected by V_h
 
 A projection costs ``A = kv_lora_rank * (nope + value)`` multiplications per head, for each visible token (naive) or for each
-query (absorbed). One query-key pair costs ``nope + rope + value`` (naive) or ``2 * kv_lora_rank + rope`` (absorbed)
-multiplications.
+query (absorbed). One query-key pair costs ``nope + rope + value`` (naive) or ``2 * kv_lora_rank + rope`` (absorbed).
 """
 
 from __future__ import annotations

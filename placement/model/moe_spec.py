@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from placement.model.bounds import Positive, PositiveInt
 
 ExpertTensorFormat = Literal["each", "mixtral", "fused", "gpt_oss", "stacked"]
-"""How a checkpoint stores the experts of a layer: see `placement.ownership.expert_slices`."""
+"""Form in which a checkpoint stores the experts of a layer: see `placement.ownership.expert_slices`."""
 
 
 class MoESpec(BaseModel):
@@ -51,8 +51,8 @@ class MoESpec(BaseModel):
     router_bias: bool = False
     expert_bias: bool = False
     swiglu_limit: Positive | None = None
-    """If set, an expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))``, with gate and up clamped to this limit
-    (gpt-oss)."""
+    """If set, an expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))``, with gate and up clamped to this limit, as in
+    gpt-oss; None: an ordinary gated MLP."""
     swiglu_alpha: Positive = 1.702
     form: ExpertTensorFormat = "each"
 

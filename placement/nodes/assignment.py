@@ -203,8 +203,7 @@ class _Search:
         return sum(all(self.regions[node][level] != self.regions[other][level] for other in there) for level in range(3))
 
     def _fit(self, node: int) -> tuple[int, int, int]:
-        """Returns a best-fit sort key: the node's domain should hold the rest of the replica, the node the rest of the
-        stage."""
+        """Returns a best-fit sort key: the domain should hold the rest of the replica, the node that of the stage."""
         domain = sum(room for other, room in enumerate(self.room) if self.regions[other] == self.regions[node])
         left = self.total - len(self.assigned)
         of_stage = self.per_stage - len(self.assigned) % self.per_stage
