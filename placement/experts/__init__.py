@@ -1,1 +1,1 @@
-"""Expert-parallel load balancing (EPLB): the map of logical experts to physical slots, its balance, and moves between maps."""
+"""Expert-parallel load balancing (EPLB): the expert map, its balance, and moves between maps."""

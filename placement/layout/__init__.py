@@ -1,1 +1,1 @@
-"""The parallel layout, the rank grid (device mesh), and the partition of layers, heads and columns over ranks."""
+"""The parallel layout, the rank grid (device mesh), and partitions of layers, heads and columns over ranks."""

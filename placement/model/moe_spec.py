@@ -51,8 +51,8 @@ class MoESpec(BaseModel):
     router_bias: bool = False
     expert_bias: bool = False
     swiglu_limit: Positive | None = None
-    """If set, an expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))``, with gate and up clamped to this limit, as in
-    gpt-oss; None: an ordinary gated MLP."""
+    """If set, an expert is ``down((clamp(up) + 1) * gate * sigmoid(alpha * gate))``, with gate and up clamped to this limit
+    (gpt-oss). None: an ordinary gated MLP."""
     swiglu_alpha: Positive = 1.702
     form: ExpertTensorFormat = "each"
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 ROOMS: dict[str, dict[str, str]] = {
     "placement": {
-        "model": "What a model is: its sizes, attention kinds and experts, as one frozen value.",
-        "layout": "The parallel layout, the rank grid, and how rows of things are partitioned over ranks.",
-        "experts": "The map of logical experts to physical slots (EPLB), its balance, and moves from one map to another.",
-        "nodes": "Machines and the links between them; which node each bundle of a replica goes to.",
-        "ownership": "Who owns which slice of the weights, which KV block and which token, under any layout.",
-        "cost": "What a layout costs before it runs: memory, and the bytes that every collective sends.",
-        "legality": "The rules that a layout must keep, checked all at once, and the nearest legal layouts.",
+        "model": "The model specification: sizes, attention kinds and experts of a model, as one frozen value.",
+        "layout": "The parallel layout, the rank grid (device mesh), and partitions of layers, heads and columns over ranks.",
+        "experts": "Expert-parallel load balancing (EPLB): the expert map, its balance, and moves between maps.",
+        "nodes": "Machines, the links between them, and the assignment of placement-group bundles to nodes.",
+        "ownership": "Ownership: which rank holds which weight slices, KV blocks and tokens under any layout.",
+        "cost": "Cost estimates of a layout before it runs: memory per rank, and the bytes that every collective sends.",
+        "legality": "Layout validation: the rules of a legal layout, checked all at once, and the nearest legal alternatives.",
         "checkpoint/directory": "What all checkpoint formats share: typed header fields and a directory of tensors.",
         "checkpoint/hf": "Hugging Face folders: config.json and the headers of safetensors files.",
         "checkpoint/gguf": "GGUF files: their header, tensor names and rope scaling.",
@@ -70,7 +70,7 @@ ROOMS: dict[str, dict[str, str]] = {
 }
 
 PACKAGES = {
-    "placement": "Decides what goes where, and what it costs: pure values, without torch and without Ray.",
+    "placement": "Layout planning: decides which rank owns which weights, KV heads and experts, and estimates what that costs.",
     "actors": "Runs a model: the engine that schedules tokens, and the ranks that compute them.",
     "cluster": "Puts replicas on a Ray cluster and keeps them alive.",
     "serve_app": "Serves HTTP on Ray Serve, and has the command line.",
