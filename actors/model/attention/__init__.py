@@ -1,1 +1,1 @@
-"""The attention interface, and the maths that every device shares: merging, softcaps, sinks."""
+"""The attention backends: their interface, and the computations that all devices share (merging, softcaps, sinks)."""

@@ -1,7 +1,7 @@
-"""The attention seam: what a decoder asks of a kernel.
+"""The interface of an attention backend: the paged attention kernels that a decoder calls.
 
-A backend plans once a step (`prepare`) and runs once a layer (`attend`). Queries are aligned to the end of their
-sequence: a query at position p sees positions ``[max(0, p - window + 1), p]``, whatever the chunking.
+A backend plans once a step (`prepare`) and runs once a layer (`attend`). Queries are aligned to the end of their sequence: a
+query at position p sees the positions ``[max(0, p - window + 1), p]``, however the prompt is cut into chunks (chunked prefill).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from actors.model.step.batch import Batch
 
 
 class AttentionBackend(Protocol):
-    """A kernel family behind one interface. Stateless: everything about a step is in its metadata.
+    """One family of attention kernels. A backend is stateless: everything about a step is in the plan that `prepare` returns.
 
-    A cache is that of the layers of one kind; a step has a plan for each kind.
+    A cache holds the layers of one attention kind, so a step has one plan for each kind.
     """
 
     name: str
 
     def prepare(self, batch: Batch, cache: KVCache) -> Any:
-        """The plan of a step, shared by all its layers; only this backend reads it."""
+        """Return the plan of a step, which all layers of the cache share. Only this backend reads it."""
 
     def attend(
         self,
@@ -37,15 +37,16 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Write `k` and `v` [tokens, kv_heads, dim] to the cache, then attend from `q` [tokens, q_heads, dim of k].
 
-        Returns [tokens, q_heads, dim of v], which may be less. `params` are the layer's own, the same in every step.
+        Returns [tokens, q_heads, dim of v]; v may have fewer dimensions than k. `params` are the constants of the layer.
         """
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention `out` [..., dim] with log-sum-exp `lse` [...] over all keys, had each head a further key of score `sinks`
-    and value 0. In out's dtype.
+    """Add attention sinks to the output of attention.
 
-    The sink adds ``exp(sink)`` to the denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is
-    ``out * sigmoid(lse - sink)``. To be done once, after partial outputs are merged.
+    `out` [..., dim] and its log-sum-exp `lse` [...] cover all keys; `sinks` is one score a head. Returns, in the dtype of
+    `out`, the output as if each head had one more key, with this score and the value 0. The sink adds ``exp(sink)`` to the
+    denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is ``out * sigmoid(lse - sink)``. Call it once, after
+    partial outputs have been merged.
     """
     return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype)

@@ -1,9 +1,9 @@
-"""Eager attention with capped scores (Gemma 2): no kernel of torch does this.
+"""Eager attention with soft-capped scores (Gemma 2), which no torch kernel supports.
 
     scores = cap * tanh(q k * scale / cap) + mask,    out = softmax(scores) v
 
-Queries go block by block, so that at most `_MOST_SCORES` scores exist at once, however long the sequence. A causal block
-leaves out the keys behind its last query.
+Queries are computed in blocks, so that at most `_MOST_SCORES` scores exist at once, however long the sequence is. A causal
+block skips the keys behind its last query.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _MOST_SCORES = 1 << 22
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(output [batch, q_heads, queries, dim], LSE [batch, q_heads, queries] fp32); rows that see nothing are 0 and -inf.
+    """Return the output [batch, q_heads, queries, dim] and its LSE [batch, q_heads, queries] fp32.
 
-    Arguments as in `actors.model.attention.cpu.flash.flash`, which has checked them; `causal` queries are as many as the keys.
+    Rows that see no key have output 0 and LSE -inf. The arguments are those of `actors.model.attention.cpu.flash.flash`, which
+    has checked them. With `causal`, there are as many queries as keys.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -41,7 +42,7 @@ def capped_attention(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
-    """[batch, kv_heads, group, queries, keys] fp32."""
+    """Return the capped scores [batch, kv_heads, group, queries, keys] fp32."""
     products = torch.matmul(q.to(torch.float32), k.to(torch.float32).transpose(-2, -1).unsqueeze(2))
     return products.mul_(scale / cap).tanh_().mul_(cap)
 
@@ -54,10 +55,10 @@ def _weigh(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _later(rows: slice, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys] bool: keys behind each query."""
+    """Return a mask [queries, keys] bool that marks the keys behind each query."""
     return torch.arange(keys, device=device) > torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 def _part_of(mask: Tensor, rows: slice, keys: int) -> Tensor:
-    """The part of a mask [batch or 1, 1, queries or 1, keys] that some queries need."""
+    """Return the part of a mask [batch or 1, 1, queries or 1, keys] that covers the queries `rows` and the first `keys` keys."""
     return (mask if mask.shape[2] == 1 else mask[:, :, rows])[..., :keys]

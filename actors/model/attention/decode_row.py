@@ -1,4 +1,4 @@
-"""One decode row as a kernel call sees it: a query, and the blocks that hold the keys it may see."""
+"""One decode row as kernels take it: a query, and the blocks with the keys it may see."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One query, the token `token` of the step, and the blocks its keys are in."""
+    """One query, the token `token` of the step, and the blocks that hold its keys."""
 
     token: int
     blocks: list[int]
     first: int
     """First visible token, counted from the start of `blocks`."""
     stop: int
-    """One past the last visible token, counted likewise."""
+    """One past the last visible token, counted from the start of `blocks`."""
 
 
 def decode_row(token: int, table: list[int], first: int, stop: int, block_size: int) -> DecodeRow:
-    """A row that sees the tokens ``[first, stop)`` of those that lie end to end in the blocks of `table`."""
+    """Return the row that sees the tokens ``[first, stop)`` of a sequence whose block table is `table`."""
     skipped = first // block_size
     return DecodeRow(token, table[skipped : -(-stop // block_size)], first - skipped * block_size, stop - skipped * block_size)

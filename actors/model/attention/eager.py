@@ -1,7 +1,8 @@
-"""Eager attention: in matrix products, with its log-sum-exp: any device, any dtype, any mask.
+"""Eager attention (matrix products) with its log-sum-exp, for any device, dtype and mask.
 
-Where no kernel returns what is needed. The caller bounds the scores: masks are made for few queries at a time
-(`actors.model.attention.context.mask_spans`), and without a mask queries go in blocks of at most `_MOST_SCORES` scores.
+It is used where no kernel returns the log-sum-exp. The caller bounds the number of scores where there is a mask: masks are made
+for few queries at a time (`actors.model.attention.context.mask_spans`). Without a mask queries are computed in blocks of at
+most `_MOST_SCORES` scores.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def eager_attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `actors.model.attention.cpu.flash.flash_with_lse`: output, LSE [batch, q_heads, queries] fp32."""
+    """Compute attention as `actors.model.attention.cpu.flash.flash_with_lse` does.
+
+    Returns the output and its LSE [batch, q_heads, queries] fp32.
+    """
     batch, q_heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     grouped = q.reshape(batch, kv_heads, q_heads // kv_heads, queries, dim)

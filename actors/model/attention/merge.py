@@ -1,7 +1,7 @@
-"""Joining attention over disjoint parts of the keys, from each part's output and log-sum-exp.
+"""Merging attention over disjoint sets of keys, by the output and log-sum-exp (LSE) of each part.
 
-With ``l_i`` the log-sum-exp of part i: ``out = sum(exp(l_i) out_i) / sum(exp(l_i))`` (the online softmax of
-Milakov & Gimelshein 2018, arXiv 1805.02867). Used for cached context + fresh chunk, and wherever keys live on several ranks.
+With ``l_i`` the log-sum-exp of part i: ``out = sum(exp(l_i) out_i) / sum(exp(l_i))`` (the online softmax of Milakov &
+Gimelshein 2018, arXiv 1805.02867). It is used for cached context + fresh chunk, and wherever keys lie on several ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(output, LSE) over all parts' keys together.
+    """Return the output and LSE over the keys of all parts together.
 
-    Each part is (output [..., queries, dim], LSE [..., queries] fp32, natural log). A part that saw nothing has LSE -inf
-    and no weight, even if its output is NaN. Where no part saw anything the output is 0 and the LSE -inf.
+    Each part is (output [..., queries, dim], LSE [..., queries] fp32, natural log). A part that saw no key has LSE -inf and no
+    weight, even if its output is NaN. If no part saw a key, the output is 0 and the LSE -inf.
     """
     outputs, lses = zip(*parts, strict=True)
     lse = torch.stack(lses)

@@ -1,7 +1,7 @@
-"""The kernel seam of context parallelism: attention that also says how much weight it saw.
+"""The kernel interface of context parallelism: attention that also returns its log-sum-exp (LSE).
 
-`actors.model.attention.backend` asks for whole answers; ranks that see only some of the keys need the log-sum-exp with theirs,
-to be merged. Two calls are enough: a block of queries over keys at hand, and decode rows over pages.
+`actors.model.attention.backend` returns complete outputs. Ranks that see only some of the keys need the log-sum-exp as well, so
+that partial outputs can be merged. Two calls are enough: a block of queries over local keys, and decode rows over pages.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from actors.model.kv.kv_cache import KVCache
 
 
 class PagedTask(Protocol):
-    """Decode rows that one kernel call answers."""
+    """Decode rows that are computed by one kernel call."""
 
     @property
     def rows(self) -> slice | Tensor: ...
 
     def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        """From `q` [rows, q_heads, dim]: output [rows, q_heads, dim] and LSE [rows, q_heads] fp32."""
+        """Attend from `q` [rows, q_heads, dim]. Returns the output [rows, q_heads, dim] and LSE [rows, q_heads] fp32."""
 
 
 class PartialKernel(Protocol):
-    """What a device's kernels can do. LSE is a natural logarithm, with the scale in it, and -inf where nothing was seen."""
+    """The partial attention kernels of a device. LSE is a natural logarithm, includes the scale, and is -inf if no key was
+    seen."""
 
     name: str
 
@@ -40,9 +41,11 @@ class PartialKernel(Protocol):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`q` [1, q_heads, queries, dim] over `k`, `v` [1, kv_heads, keys, dim]: output like q, LSE [1, q_heads, queries].
+        """Attend from `q` [1, q_heads, queries, dim] to `k`, `v` [1, kv_heads, keys, dim].
 
-        Of `params` the scale and the cap count; windows come as masks, and sinks after the last merge."""
+        Returns the output, like `q`, and LSE [1, q_heads, queries]. Only the scale and the cap of `params` are used: the caller
+        passes windows as masks, and applies sinks after the last merge.
+        """
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
-        """Tasks that together hold every row once; each row sees at least one key."""
+        """Return tasks that together cover every row once. Each row must see at least one key."""

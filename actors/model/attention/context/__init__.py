@@ -1,1 +1,1 @@
-"""Attention where a sequence's keys lie on several ranks: context parallelism (cp, dcp)."""
+"""Attention over a sequence whose keys lie on several ranks: context parallelism (CP) and decode context parallelism (DCP)."""

@@ -1,19 +1,19 @@
-"""Attention where the keys of a sequence lie on several ranks: the `AttentionBackend` of every layout with cp or dcp.
+"""The attention backend of context parallelism (CP, DCP): a sequence's keys lie on several ranks.
 
-Each query's answer is the sum of parts over disjoint keys, joined by their log-sum-exp::
+The output of a query is the sum of partial outputs over disjoint sets of keys, merged by their log-sum-exp::
 
-    fresh     own heads      keys at hand or passed:  this step's own tokens
-    shared    all heads of   keys that owners hold:  - decode and short chunks: own pages here, summed over cp
-              the dcp group                          - split rows: passed pages, or own queries passed to the pages
+    fresh     own heads      this step's keys, local or received
+    shared    all heads of   cached keys, each on its owner:  - decode and short chunks: own pages here, summed over cp
+              the dcp group                                   - split rows: pass-KV, or pass-Q (queries sent to the pages)
                   └── back to own heads, summed over dcp ──┐
     answer  =  fresh + ────────────────────────────────────┘
 
-Collectives of a layer, each only where the step has rows for it:
+Collectives of a layer, each issued only if the step has rows that need it:
 
-    all_gather dcp, all_to_all dcp    rows with cached keys: queries there, parts back
-    all_gather cp                     decode and short chunks with cached keys: parts
-    all_gather cp | send/recv cp      split rows: fresh keys, and cached ones where those are exchanged (by cp_style)
-    all_gather cp, all_to_all cp      split rows whose queries are exchanged
+    all_gather dcp, all_to_all dcp    rows with cached keys: queries out, partial outputs back
+    all_gather cp                     decode and short chunks with cached keys: partial outputs
+    all_gather cp | send/recv cp      split rows: fresh keys, and cached ones under pass-KV (by cp_style)
+    all_gather cp, all_to_all cp      split rows under pass-Q
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Layer:
     cache: KVCache
     params: AttentionParams
     form: AttentionForm
-    """Of queries that attend to shared keys."""
+    """The form in which queries attend to shared keys."""
 
     def add_fresh(self, total: OutputAccumulator, inputs: AttentionInputs, run: KeyRun, kv: Tensor) -> None:
-        """Add to the tokens of a row what they see of its fresh keys, made of `kv` [keys, kv_heads, dim]."""
+        """Add to the tokens of a row their attention to its fresh keys, made from `kv` [keys, kv_heads, dim]."""
         row = run.row
         form = inputs.fresh(row)
         for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kv)):
@@ -72,12 +72,13 @@ class _Layer:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """Add to the tokens `at` of `total` what `q` [tokens, heads, dim] sees of `keys`, `values` [1, kv_heads, keys, dim]."""
+        """Add to the tokens `at` of `total` the attention of `q` [tokens, heads, dim] to `keys` and `values` [1, kv_heads,
+        keys, dim]."""
         for rows, out, lse in self._seen(self.form, q, spans, run, keys, values):
             total.add(slice(at.start + rows.start, at.start + rows.stop), out, lse)
 
     def add_pages(self, total: OutputAccumulator, at: slice, q: Tensor, row: LocalRow, spans: tuple[range, ...]) -> None:
-        """As `add_shared`, over the cached keys of `row` in own pages."""
+        """Add the attention to the cached keys of `row` in this rank's own pages; the arguments are those of `add_shared`."""
         run, read = self.plan.pages[row.index]
         if read is not None:
             self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.params.layer))
@@ -85,7 +86,7 @@ class _Layer:
     def _seen(
         self, form: AttentionForm, q: Tensor, spans: tuple[range, ...], run: KeyRun, keys: Tensor, values: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For some of `q` at a time: which, the part [heads, tokens, partial_dim] they got, and its LSE."""
+        """Yield one kernel call at a time: its queries, their partial output [heads, tokens, partial_dim], and its LSE."""
         queries = q.transpose(0, 1).unsqueeze(0)
         for call in self.plan.mask_spans(run, spans, self.params.window):
             out, lse = self.kernel.dense(
@@ -100,7 +101,7 @@ class _Layer:
 
 
 class ContextAttention:
-    """The backend of one rank; a config for each kind of attention."""
+    """The context-parallel `AttentionBackend` of one rank, with one config for each attention kind."""
 
     def __init__(self, *configs: ContextConfig) -> None:
         self._kernel, self._cp, self._configs = configs[0].kernel, configs[0].cp, configs
@@ -116,7 +117,7 @@ class ContextAttention:
         kernel: PartialKernel,
         block_size: int,
     ) -> ContextAttention:
-        """The backend of the rank at `coords`, which has the groups ``cp`` and ``dcp``."""
+        """Build the backend of the rank at `coords`. `groups` must have ``cp`` and ``dcp``."""
         place = ContextRank.of(layout, coords, block_size)
 
         def config(kind: AttentionKind) -> ContextConfig:
@@ -131,6 +132,7 @@ class ContextAttention:
         return cls(*map(config, spec.kinds))
 
     def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
+        """See `AttentionBackend.prepare`."""
         return ContextPlan(batch, cache, self._configs[cache.kind])
 
     def attend(
@@ -142,6 +144,7 @@ class ContextAttention:
         plan: ContextPlan,
         params: AttentionParams,
     ) -> Tensor:
+        """See `AttentionBackend.attend`."""
         return self.attend_inputs(plain_inputs(q, k, v), cache, plan, params)
 
     def attend_inputs(
@@ -151,7 +154,7 @@ class ContextAttention:
         plan: ContextPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """`attend`, whatever it is that is cached of a token: returns [tokens, q_heads, output_dim]."""
+        """`attend` for any KV format (heads or latents). Returns [tokens, q_heads, output_dim]."""
         q, kv, form = inputs.q, inputs.kv, inputs.shared
         call = _Layer(plan, self._kernel, cache, params, form)
         cache.write_kv(params.layer, plan.slots, kv[plan.owned])
@@ -174,7 +177,7 @@ class ContextAttention:
         return out.transpose(0, 1).to(q.dtype)
 
     def _add_whole_rows(self, shared: OutputAccumulator, q: Tensor, call: _Layer) -> None:
-        """Rows that every cp rank runs: each over its own pages, then joined over cp."""
+        """Compute the rows that every cp rank runs, each rank over its own pages, and merge the results over cp."""
         plan = call.plan
         here = OutputAccumulator(shared.out.shape[0], plan.num_whole, call.form.partial_dim, q.device)
         for task in plan.decode(call.params.window):
@@ -187,8 +190,8 @@ class ContextAttention:
         shared.add(slice(0, plan.num_whole), *merge_packed(packed.view(self._cp.size, -1, *packed.shape[1:])))
 
     def _contribution(self, kv: Tensor, call: _Layer) -> Tensor:
-        """[tokens, kv_heads, dim]: this rank's tokens of split rows, and its pages of the rows whose cached keys are
-        exchanged."""
+        """Return the keys and values this rank sends, [tokens, kv_heads, dim]: its tokens of split rows, then its pages of the
+        pass-KV rows."""
         plan = call.plan
         parts = [kv[plan.split_tokens]]
         for row in plan.pass_kv_rows:
@@ -208,7 +211,8 @@ class ContextAttention:
         own: Tensor,
         call: _Layer,
     ) -> None:
-        """Rows split over the cp ranks: over keys and values as they come by; those this rank owns stay."""
+        """Compute the rows split over the cp ranks as their keys and values arrive, and write those that this rank owns to the
+        cache."""
         for kv_step, tensor in style.kv_steps(own):
             call.cache.write_kv(call.params.layer, kv_step.slots, tensor[kv_step.owned])
             for run in kv_step.fresh:

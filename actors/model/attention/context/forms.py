@@ -1,10 +1,10 @@
-"""What queries and keys become before a kernel sees them, and what its output means, where keys lie on several ranks.
+"""KV formats of context-parallel attention: how queries and cached values become kernel inputs, and outputs become heads.
 
-Plain attention gives a kernel what it has. Latent attention has two forms (`placement.model.mla_spec`), and uses both in one
-step:
-own queries may attend to fresh keys in one and, with those of other ranks, cached keys in the other::
+Plain attention passes its tensors to the kernel unchanged. Latent attention (MLA, `placement.model.mla_spec`) has two forms and
+uses both in one step: a rank's own queries may attend to fresh keys in one form, and attend to cached keys, together with the
+queries of other ranks, in the other::
 
-    queries ──→ kernel ──→ part (this is exchanged, with its log-sum-exp, and is merged) ──→ answer
+    queries ──→ kernel ──→ partial output (exchanged with its log-sum-exp, and merged) ──→ answer
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from actors.model.attention.context.local_rows import LocalRow
 
 
 class AttentionForm(Protocol):
-    """One way in which queries attend to keys. `partial_dim` is that of a part; a kernel's own dimensions are whatever it was
-    given."""
+    """One way in which queries attend to keys. `partial_dim` is the size of a partial output; the kernel's own dimensions may
+    differ."""
 
     @property
     def partial_dim(self) -> int: ...
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries of a layer [tokens, heads, _] -> of the kernel [tokens, heads, dim]."""
+        """Convert the queries of a layer [tokens, heads, _] to those of the kernel [tokens, heads, dim]."""
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached of tokens [tokens, kv_heads, _] -> keys, values of the kernel, each [1, kv_heads, tokens, its dim]."""
+        """Convert cached values of tokens [tokens, kv_heads, _] to the kernel's keys and values, each [1, kv_heads, tokens, its
+        dim]."""
 
     def partial_outputs(self, out: Tensor) -> Tensor:
-        """A kernel's output [heads, tokens, dim] -> what of it is needed [heads, tokens, partial_dim]."""
+        """Return the part [heads, tokens, partial_dim] of the kernel's output [heads, tokens, dim] that is needed."""
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
-        """[heads, tokens, partial_dim] -> [heads, tokens, output_dim]; linear, and row by row."""
+        """Convert [heads, tokens, partial_dim] to [heads, tokens, output_dim]. The conversion is linear and works row by row."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Keys and values as they are, kept side by side."""
+    """Ordinary keys and values, cached side by side; nothing is converted."""
 
     key_dim: int
     partial_dim: int
@@ -62,18 +63,21 @@ class Plain:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One layer's queries and keys. `fresh`: the form of a row among its fresh keys; `shared`: of all rows over cached ones."""
+    """The queries and keys of one layer, and the forms in which they meet.
+
+    `fresh` gives the form in which a row attends to its fresh keys; `shared` is the form of all rows over cached keys.
+    """
 
     q: Tensor
     """[tokens, heads, _]"""
     kv: Tensor
-    """[tokens, kv_heads, _]: what the cache holds of each token (`KVCache.joined`)."""
+    """[tokens, kv_heads, _]: the values that the cache stores for each token (`KVCache.joined`)."""
     fresh: Callable[[LocalRow], AttentionForm]
     shared: AttentionForm
     output_dim: int
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-    """Of plain attention: `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
+    """Return the inputs of plain attention from `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
     form = Plain(k.shape[2], v.shape[2])
     return AttentionInputs(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])

@@ -1,11 +1,12 @@
-"""What one rank has to do with each row of a step, under context parallelism: which tokens it runs, which keys it keeps.
+"""The work of one rank on each row of a step under context parallelism: the tokens it runs, and the keys it stores or
+exchanges.
 
-    row          tokens here              its cached keys            its fresh keys
-    decode       1, on every cp rank      own pages, fresh one too   -
-    chunk        all, on every cp rank    own pages                  all, here
-    split        two zig-zag chunks       own pages, and others'     own chunks, and others'
+    row          tokens here              its cached keys                     its fresh keys
+    decode       1, on every cp rank      own pages, and the fresh key        -
+    chunk        all, on every cp rank    own pages                           all, here
+    split        two zig-zag chunks       own pages, and those of others      own chunks, and those of others
 
-Plain values, made once a step from the plan's numbers alone, so that all ranks make the same ones.
+These are plain values, computed once a step from the numbers of the step plan alone, so that all ranks compute the same ones.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ class LocalRow:
 
     index: int
     start: int
-    """Cached tokens before this step."""
+    """Number of cached tokens before this step."""
     count: int
-    """New tokens, on all cp ranks together."""
+    """Number of new tokens, over all cp ranks together."""
     tokens: slice
-    """Where this rank's new tokens of the row lie in the step."""
+    """The range of this rank's new tokens of the row among its tokens of the step."""
     spans: tuple[range, ...]
-    """Their positions."""
+    """Positions of these tokens."""
     blocks: list[int]
-    """This owner's blocks of the sequence."""
+    """The KV blocks of the sequence that this rank owns."""
     is_split: bool
 
     @property
     def is_decode(self) -> bool:
+        """Whether the row is a decode row: one new token."""
         return self.count == 1
 
     @property
     def has_shared_keys(self) -> bool:
-        """Whether some of its keys lie with an owner: those of a first chunk are all at hand."""
+        """Whether some of the row's keys lie in the pages of their owners; the keys of a first chunk are all local."""
         return self.start > 0 or self.is_decode
 
 
 def local_rows(batch: Batch, place: ContextRank) -> list[LocalRow]:
-    """The rows of a step, in order."""
+    """Return the rows of a step on this rank, in the order of the step."""
     rows, token = [], 0
     for index, (start, count, blocks) in enumerate(zip(batch.context_lens, batch.new_lens, batch.block_tables, strict=True)):
         runs = place.spans(start, count)
@@ -62,13 +64,12 @@ def local_rows(batch: Batch, place: ContextRank) -> list[LocalRow]:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """The rows of a step by the way their queries meet keys; each group keeps the order of the step::
+    """The rows of a step, grouped by how their queries reach keys. Each group keeps the order of the step::
 
-    row       its fresh keys                  the cached ones, if there are any
-    decode    whole: in own pages             whole: in own pages
-    chunk     chunks: at hand                 whole: in own pages
-    split     split: they are exchanged              passing_keys: they are exchanged | passing_queries: the queries are
-    exchanged
+    row       its fresh keys             its cached keys, if any
+    decode    whole: in own pages        whole: in own pages
+    chunk     chunks: local              whole: in own pages
+    split     split: exchanged           pass_kv_rows: keys are exchanged | pass_q_rows: queries are exchanged
     """
 
     chunks: list[LocalRow] = field(default_factory=list)
@@ -79,8 +80,8 @@ class RowGroups:
 
     @classmethod
     def of(cls, rows: Sequence[LocalRow], passes_keys: Callable[[int, int], bool]) -> RowGroups:
-        """`passes_keys` (new tokens, cached tokens): whether the cached keys of a split row are exchanged, and not its
-        queries."""
+        """Group `rows`. `passes_keys` (new tokens, cached tokens) returns whether a split row exchanges its cached keys
+        (pass-KV) rather than its queries (pass-Q)."""
         groups = cls()
         for row in rows:
             if row.is_split:
@@ -97,13 +98,13 @@ class RowGroups:
 
     @property
     def shared(self) -> list[LocalRow]:
-        """Rows with keys that owners hold: first those run whole, last those whose queries are exchanged."""
+        """The rows with keys in their owners' pages: the rows run whole, then the pass-KV rows, then the pass-Q rows."""
         return [*self.whole, *self.pass_kv_rows, *self.pass_q_rows]
 
 
 @dataclass(frozen=True)
 class KeyRun:
-    """Keys of one row that lie end to end in a tensor, in the order of their positions."""
+    """Consecutive keys of one row in a tensor, ordered by position."""
 
     row: LocalRow
     keys: slice
@@ -111,7 +112,7 @@ class KeyRun:
 
 
 class KeyLayout:
-    """What lies in a tensor of keys and values, token by token: kind (fresh or cached), row and position."""
+    """The contents of a tensor of keys and values, token by token: kind (fresh or cached), row and position."""
 
     FRESH, CACHED = 0, 1
 
@@ -120,7 +121,8 @@ class KeyLayout:
 
     @classmethod
     def sent_by(cls, cp_rank: int, split: Sequence[LocalRow], cached: Sequence[LocalRow], place: ContextRank) -> KeyLayout:
-        """What `cp_rank` contributes to a step: its own chunks of the rows `split`, its own pages of the rows `cached`."""
+        """Return the layout of what `cp_rank` contributes to a step: its own chunks of the rows `split`, then its own pages of
+        the rows `cached`."""
         parts = [
             (cls.FRESH, row.index, np.concatenate([np.arange(s.start, s.stop) for s in runs]))
             for row in split
@@ -131,7 +133,7 @@ class KeyLayout:
 
     @classmethod
     def joined(cls, layouts: Sequence[KeyLayout]) -> KeyLayout:
-        """One layout after the other."""
+        """Concatenate layouts."""
         columns = [[getattr(layout, name) for layout in layouts] for name in ("kind", "row", "position")]
         return cls(*(np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns))
 
@@ -139,14 +141,15 @@ class KeyLayout:
         return len(self.position)
 
     def sorting(self) -> Positions:
-        """The order that puts fresh tokens first, then each row's tokens together and by position."""
+        """Return the order that puts fresh tokens first, and sorts the tokens of each kind by row and then by position."""
         return np.lexsort((self.position, self.row, self.kind))
 
     def reordered(self, order: Positions) -> KeyLayout:
+        """Return the layout with its tokens in this order."""
         return KeyLayout(self.kind[order], self.row[order], self.position[order])
 
     def runs(self, kind: int, rows: Sequence[LocalRow]) -> list[KeyRun]:
-        """The tokens of one kind, row by row; the layout is sorted."""
+        """Return the tokens of one kind, one run for each row that has any. The layout must be sorted."""
         found = []
         for row in rows:
             at = np.flatnonzero((self.kind == kind) & (self.row == row.index))
@@ -155,7 +158,7 @@ class KeyLayout:
         return found
 
     def owned(self, rows: Sequence[LocalRow], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The fresh tokens that are `mine`: where they lie in the layout, and the cache slots they go to."""
+        """Return the fresh tokens owned by `mine`: their indices in the layout, and the cache slots they are written to."""
         at, slots = [], []
         for run in self.runs(self.FRESH, rows):
             for offset, position in enumerate(run.positions.tolist()):

@@ -1,14 +1,14 @@
-"""Which keys a run of queries sees, by true positions, as kernel calls that need no mask wherever that is possible.
+"""Causal and sliding-window masks by true positions, as kernel calls that need no mask wherever possible.
 
-Queries are a run of neighbouring positions; keys are any ascending positions: a chunk, the two chunks of a zig-zag rank, or
-the pages one owner holds of a sequence. Queries 6-8 over the keys of three pass-KV steps::
+The queries are a run of neighbouring positions. The keys are any ascending positions: a chunk, the two chunks of a zig-zag
+rank, or the pages that one owner holds of a sequence. Example: queries 6-8 over the keys of three pass-KV steps::
 
     keys 0 1 2 | 3 4 5          all before 6: one rectangle, no mask
     keys 3 4 5 | 6 7 8          a rectangle for 3-5, the causal triangle for 6-8
-    keys 9 10 11                nothing to do
+    keys 9 10 11                no call
 
-Only where a window bites, or where keys lie between the queries without being all of them, is a mask made, for
-`_QUERY_BLOCK` queries at a time and over no more keys than those can see.
+A mask is made only where the window excludes keys, or where some but not all positions among the queries are keys. It then
+covers `_QUERY_BLOCK` queries at a time, and only the keys that these can see.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class MaskSpan:
-    """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, 0 or -inf."""
+    """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, with entries 0 or -inf."""
 
     queries: slice
     keys: slice
@@ -38,9 +38,9 @@ class MaskSpan:
 
 
 def mask_spans(spans: Sequence[range], keys: Positions, window: int | None, device: torch.device) -> list[MaskSpan]:
-    """The calls that give the queries of `spans`, laid end to end, everything they see of `keys`.
+    """Return the kernel calls that cover every key in `keys` that the queries of `spans` (concatenated) can see.
 
-    A query at position p sees the keys ``[p - window + 1, p]``. Queries that see nothing are in no call.
+    A query at position p sees the keys ``[p - window + 1, p]``. Queries that see no key are in no call.
     """
     if not len(keys):
         return []
@@ -67,7 +67,7 @@ def _of_span(span: range, keys: Positions, window: int | None, device: torch.dev
         yield MaskSpan(everyone, slice(first, before))
     if before < stop:
         among = slice(before, stop)
-        if stop - before == len(span):  # ascending, and as many as there are places: all of them
+        if stop - before == len(span):  # the keys ascend and are as many as the positions: every position is a key
             yield MaskSpan(everyone, among, causal=True)
         else:
             yield MaskSpan(everyone, among, mask=_mask(span, keys[among], window, device))

@@ -1,15 +1,15 @@
-"""Pass-KV: how the keys and values of split rows come to the ranks that need them: all at once, or one rank's at a time.
+"""Pass-KV (ring attention and all-gather): how the keys and values of split rows reach the ranks that need them.
 
-A rank contributes to each layer its own chunks' K and V, and of the cached keys that are exchanged those in its own pages, as
-one tensor ``[tokens, kv_heads, K and V]``, or of latents ``[tokens, 1, latent_dim]``. What its queries attend to is a
-sequence of *pass-KV steps*::
+In each layer a rank contributes K and V of its own chunks, and of its own pages of the cached keys that are exchanged, as one
+tensor ``[tokens, kv_heads, K and V]``, or latents ``[tokens, 1, latent_dim]``. Its queries then attend to a sequence of
+*pass-KV steps*::
 
-    allgather   one step: everybody's tokens, put in order              one collective; all K and V of one layer at once,
+    allgather   one step: the tokens of all ranks, in order             one collective; all K and V of one layer at once,
                                                                         2 * (cached + new) * kv_heads * head_dim elements
-    ring        cp steps: own tokens, the left neighbour's, ...         cp - 1 sends, each on its way while the tokens it
-                                                                        carries are computed with; two ranks' share at once
+    ring        cp steps: own tokens, the left neighbour's, ...         cp - 1 sends, each overlapped with attention to the
+                                                                        tokens it carries; the parts of two ranks at once
 
-Memory is that of one layer, whatever the number of layers.
+The memory needed is that of one layer, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from placement.ownership.context import ContextRank
 
 @dataclass(frozen=True)
 class PassKVStep:
-    """What one tensor of keys and values holds: fresh and cached tokens by row, and those that this rank owns."""
+    """The contents of one tensor of keys and values: fresh and cached tokens by row, and the tokens that this rank owns."""
 
     fresh: list[KeyRun]
     cached: list[KeyRun]
@@ -37,19 +37,20 @@ class PassKVStep:
 
     @classmethod
     def of(cls, layout: KeyLayout, rows: Sequence[LocalRow], place: ContextRank, device: torch.device) -> PassKVStep:
+        """Describe a tensor with the given layout, as seen by the rank `place`."""
         owned, slots = layout.owned(rows, place.ownership(), device)
         return cls(layout.runs(KeyLayout.FRESH, rows), layout.runs(KeyLayout.CACHED, rows), owned, slots)
 
 
 class Style(Protocol):
-    """The pass-KV steps of one step of the engine, the same for every layer."""
+    """The pass-KV steps of one engine step, which are the same for every layer."""
 
     def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
-        """Every pass-KV step with its tensor; `own` is what this rank contributes."""
+        """Yield every pass-KV step with its tensor. `own` is this rank's contribution."""
 
 
 class Gathered:
-    """``cp_style=allgather``."""
+    """All-gather pass-KV (``cp_style=allgather``): one step with the tokens of all ranks."""
 
     def __init__(
         self, cp: Group, layouts: Sequence[KeyLayout], rows: Sequence[LocalRow], place: ContextRank, device: torch.device
@@ -61,11 +62,13 @@ class Gathered:
         self._kv_step = PassKVStep.of(everything.reordered(order), rows, place, device)
 
     def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
+        """See `Style.kv_steps`."""
         yield self._kv_step, self._cp.all_gather(own, self._sizes)[self._order]
 
 
 class Ring:
-    """``cp_style=ring`` (Liu et al. 2023, arXiv 2310.01889): what is here goes on to the right before it is used here."""
+    """Ring attention (``cp_style=ring``; Liu et al. 2023, arXiv 2310.01889): a rank forwards each tensor to the right before it
+    uses it."""
 
     def __init__(
         self, cp: Group, layouts: Sequence[KeyLayout], rows: Sequence[LocalRow], place: ContextRank, device: torch.device
@@ -74,6 +77,7 @@ class Ring:
         self._kv_steps = [PassKVStep.of(layout, rows, place, device) for layout in layouts]
 
     def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
+        """See `Style.kv_steps`."""
         cp, here = self._cp, own
         for step in range(cp.size):
             source = (cp.rank - step) % cp.size

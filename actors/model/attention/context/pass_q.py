@@ -1,11 +1,13 @@
-"""Queries that are exchanged: few new tokens with a long cached context (pass-Q of Yang et al. 2024, arXiv 2411.01783).
+"""Pass-Q: exchanging queries instead of keys, for few new tokens with a long cached context (Yang et al. 2024, arXiv
+2411.01783).
 
-All cp ranks get all queries of these rows, each attends to the pages it owns, and the partial outputs go back::
+All cp ranks receive all queries of these rows, each rank attends to the pages it owns, and the partial outputs are returned::
 
     rank 0   q0 ─┐ all_gather   [q0 q1] x own pages ─┐ all_to_all   q0: parts of rank 0 and 1, merged
     rank 1   q1 ─┘              [q0 q1] x own pages ─┘              q1: parts of rank 0 and 1, merged
 
-Only cached keys are attended to this way. The fresh ones are exchanged in any case: whoever owns their blocks must see them.
+Only cached keys are attended to in this way. The fresh keys are exchanged in any case, because the owners of their blocks must
+receive them.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from actors.model.attention.partial_outputs import OutputAccumulator, merge_pack
 from placement.ownership.context import ContextRank
 
 AddCached = Callable[[OutputAccumulator, slice, Tensor, LocalRow, tuple[range, ...]], None]
-"""Adds to the tokens ``slice`` of a sum what queries [tokens, heads, dim] at the given positions see in the row's own pages."""
+"""A function that adds to the tokens ``slice`` of an accumulator the attention of queries [tokens, heads, dim] at the given
+positions to the row's own pages."""
 
 
 class QueryExchange:
-    """The two collectives of the rows `rows` in one step."""
+    """The two pass-Q collectives of the rows `rows` in one step."""
 
     def __init__(self, cp: Group, rows: Sequence[LocalRow], place: ContextRank) -> None:
         self._cp = cp
@@ -33,7 +36,8 @@ class QueryExchange:
         self._sizes = [sum(lengths[rank * len(rows) : (rank + 1) * len(rows)]) for rank in range(place.cp)]
 
     def attend(self, q: Tensor, partial_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
-        """Own queries `q` [tokens, heads, dim] of the rows -> [heads, tokens, partial_dim] over everybody's pages, and LSE."""
+        """Attend from this rank's queries `q` [tokens, heads, dim] to the pages of all ranks. Returns [heads, tokens,
+        partial_dim] and LSE."""
         everybody = self._cp.all_gather(q, self._sizes)
         parts = OutputAccumulator(q.shape[1], len(everybody), partial_dim, q.device)
         at = 0

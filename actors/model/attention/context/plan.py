@@ -1,4 +1,4 @@
-"""One step of attention whose keys lie on several ranks, planned for all its layers: which rows attend to their keys where."""
+"""The plan of one step of context-parallel attention, shared by all layers: how the queries of each row reach its keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STYLES: dict[str, MakeStyle] = {"ring": Ring, "allgather": Gathered}
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """What does not change from step to step. `passes_keys` (new tokens, cached tokens) decides for split rows."""
+    """The constants of a rank's context-parallel attention. `passes_keys` (new tokens, cached tokens) decides between pass-KV
+    and pass-Q for split rows."""
 
     place: ContextRank
     kernel: PartialKernel
@@ -39,12 +40,11 @@ class ContextConfig:
 
 
 class ContextPlan:
-    """A step on one rank, for all its layers.
+    """One step on one rank, for all its layers.
 
-    Tokens with shared keys are numbered anew, end to end in the order of `RowGroups.shared`::
+    Tokens with shared keys are renumbered, consecutively in the order of `RowGroups.shared`::
 
-        [ rows run whole: num_whole | split rows whose keys are exchanged | split rows whose queries are exchanged: num_queries
-        ]
+        [ rows run whole: num_whole | pass-KV rows | pass-Q rows: num_pass_q_tokens ]
     """
 
     def __init__(self, batch: Batch, cache: KVCache, config: ContextConfig) -> None:
@@ -56,18 +56,18 @@ class ContextPlan:
 
         self.heads = config.heads
         self.owned = torch.nonzero(batch.slots >= 0).flatten()
-        """Tokens of the step whose keys go to own pages at once."""
+        """Tokens of the step whose keys are written to own pages at once."""
         self.slots = batch.slots[self.owned]
-        """Where they go."""
+        """The cache slots of `owned`."""
         self.chunks = [_at_hand(row) for row in rows.chunks]
-        """Fresh keys that are here whole."""
+        """The rows whose fresh keys are all local."""
 
         self.shared = _indices(shared, cache.device)
-        """Tokens of the step that have shared keys, as numbered."""
+        """Tokens of the step that have shared keys, in their new order."""
         self.shared_at = _numbered(shared)
-        """By row: its tokens among them."""
+        """By row: the range of its tokens in `shared`."""
         self.pages = {row.index: self._own_pages(row) for row in shared if not row.is_decode}
-        """By row: its cached keys here."""
+        """By row: its cached keys in own pages."""
         self.num_whole = _num_tokens(rows.whole)
         self.decodes = [row for row in rows.whole if row.is_decode]
         self.whole_chunks = [row for row in rows.whole if not row.is_decode]
@@ -79,14 +79,14 @@ class ContextPlan:
         self.pass_q = QueryExchange(config.cp, rows.pass_q_rows, config.place) if rows.pass_q_rows else None
 
     def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
-        """The kernel calls of queries at `spans` over the keys of `run`, made once a step."""
+        """Return the kernel calls of queries at `spans` over the keys of `run`. They are made once a step."""
         key = (id(run), spans, window)
         if key not in self._mask_spans:
             self._mask_spans[key] = mask_spans(spans, run.positions, window, self._cache.device)
         return self._mask_spans[key]
 
     def decode(self, window: int | None) -> Sequence[PagedTask]:
-        """Tasks of the decode rows that see keys in own pages; their tokens are numbered as shared."""
+        """Return the tasks of the decode rows that see keys in own pages. Their tokens are numbered as in `shared`."""
         if window not in self._decode:
             mine, size = self._place.ownership(), self._place.block_size
             found = []
@@ -99,7 +99,7 @@ class ContextPlan:
         return self._decode[window]
 
     def _own_pages(self, row: LocalRow) -> tuple[KeyRun, Source | None]:
-        """The cached keys of a row that lie here, and where; None where there are none."""
+        """Return the cached keys of a row that lie on this rank, and how to read them (None if there are none)."""
         positions = self._place.ownership().positions(row.start)
         read = source(self._cache, row.blocks, 0, len(positions)) if len(positions) else None
         return KeyRun(row, slice(0, len(positions)), positions), read
@@ -112,7 +112,7 @@ def _style(rows: RowGroups, config: ContextConfig, device: torch.device) -> Styl
 
 
 def _at_hand(row: LocalRow) -> KeyRun:
-    """The fresh keys of a row that this rank runs whole."""
+    """Return the fresh keys of a row that this rank runs whole."""
     return KeyRun(row, slice(0, row.count), np.arange(row.start, row.start + row.count))
 
 
@@ -121,12 +121,12 @@ def _length(tokens: slice) -> int:
 
 
 def _num_tokens(rows: Sequence[LocalRow]) -> int:
-    """Tokens of `rows` that this rank runs."""
+    """Return the number of tokens of `rows` that this rank runs."""
     return sum(_length(row.tokens) for row in rows)
 
 
 def _numbered(rows: Sequence[LocalRow]) -> dict[int, slice]:
-    """The tokens of each row where those of `rows` lie end to end."""
+    """Return, for each row, the range of its tokens when the tokens of `rows` are laid end to end."""
     found, at = {}, 0
     for row in rows:
         found[row.index] = slice(at, at + _length(row.tokens))
@@ -135,6 +135,6 @@ def _numbered(rows: Sequence[LocalRow]) -> dict[int, slice]:
 
 
 def _indices(rows: Sequence[LocalRow], device: torch.device) -> Tensor:
-    """The tokens of `rows` in the step, end to end."""
+    """Return the indices in the step of the tokens of `rows`, laid end to end."""
     found = [token for row in rows for token in range(row.tokens.start, row.tokens.stop)]
     return torch.tensor(found, dtype=torch.int64, device=device)

@@ -1,1 +1,1 @@
-"""Attention on CPU, with torch's flash operator."""
+"""Attention on CPU with torch's flash-attention operator."""

@@ -1,7 +1,7 @@
-"""Attention on CPU with torch's own flash kernel, over pages it does not know of.
+"""The paged attention backend of CPUs, on top of torch's flash-attention operator, which has no page tables itself.
 
-A step becomes a few tasks (buckets of decode rows, prefill chunks), planned once a step for each window a model uses and
-shared by all layers with that window.
+A step becomes a few tasks (buckets of decode rows, prefill chunks). They are planned once a step for each sliding window that a
+model uses, and shared by all layers with that window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Task = DecodeBucket | WholeChunk | WindowBlock
 
 
 class CpuPlan:
-    """The tasks of one step, by window."""
+    """The tasks of one step, by sliding window."""
 
     def __init__(self, batch: Batch, cache: KVCache) -> None:
         self.slots = batch.slots
@@ -26,7 +26,7 @@ class CpuPlan:
         self._tasks: dict[int | None, list[Task]] = {}
 
     def tasks(self, window: int | None) -> list[Task]:
-        """Tasks that together hold every token of the step exactly once."""
+        """Return tasks that together cover every token of the step exactly once."""
         if window not in self._tasks:
             decode, prefill = (plan(self._batch, self._cache, window) for plan in (plan_decode, plan_prefill))
             self._tasks[window] = [*decode, *prefill]
@@ -39,6 +39,7 @@ class CpuAttention:
     name = "torch flash (CPU)"
 
     def prepare(self, batch: Batch, cache: KVCache) -> CpuPlan:
+        """See `AttentionBackend.prepare`."""
         return CpuPlan(batch, cache)
 
     def attend(
@@ -50,6 +51,7 @@ class CpuAttention:
         plan: CpuPlan,
         params: AttentionParams,
     ) -> Tensor:
+        """See `AttentionBackend.attend`."""
         cache.write(params.layer, plan.slots, k, v)
         tasks = plan.tasks(params.window)
         if len(tasks) == 1:

@@ -1,13 +1,12 @@
-"""Decode rows (one query each) on CPU: batched into buckets of like length, one kernel call a bucket.
+"""Decode attention on CPU: rows of one query each, batched into buckets of similar length, with one kernel call a bucket.
 
-A bucket is padded to its longest row, so its rows must be of like length. Rows are taken longest first; a row joins the
-bucket while padding it wastes at most a quarter of the longest row, or no more than 64 tokens (what another kernel call
-would cost)::
+A bucket is padded to its longest row. Rows are taken longest first; a row joins the bucket if its padding wastes at most a
+quarter of the longest row, or no more than 64 tokens (about the cost of another kernel call)::
 
     blocks of each row    [ 90 88 70 | 40 38 | 3 2 1 1 ]        three buckets
 
-A bucket's pages are gathered and its padding masked with -inf. A bucket of one row whose blocks are consecutive is a view of
-the cache; splitting larger buckets into such views was slower than the copy it saves.
+The pages of a bucket are gathered and its padding is masked with -inf. A bucket of one row whose blocks are consecutive is a
+view of the cache; splitting larger buckets into such views was slower than the copy it saves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from actors.model.kv.pages import Gather, Source, consecutive, source
 from actors.model.step.batch import Batch
 
 LseKernel = Callable[..., tuple[Tensor, Tensor]]
-"""A function like `flash_with_lse`."""
+"""A function with the signature of `flash_with_lse`."""
 
 _WASTE = 0.25
 _FREE_TOKENS = 64
@@ -34,7 +33,8 @@ _FREE_TOKENS = 64
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """Rows of one kernel call. `mask` is [rows, 1, 1, keys] fp32: -inf where a row's keys are padding or out of window."""
+    """The rows of one kernel call. `mask` is [rows, 1, 1, keys] fp32: -inf where a row's keys are padding or outside its
+    window."""
 
     rows: slice | Tensor
     keys: Source
@@ -48,10 +48,10 @@ class DecodeBucket:
         cache: KVCache,
         params: AttentionParams,
     ) -> Tensor:
-        """Attend from `q` [rows, q_heads, dim]; the fresh `k`, `v` are in the cache already."""
+        """Attend from `q` [rows, q_heads, dim]. The fresh `k` and `v` are in the cache already."""
         keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
-        # The query heads of one KV head ride as its "queries": half the time of one query a head, and equal.
+        # The query heads of one KV head are passed as its "queries": half the time of one query a head, same result.
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
         sinks = None if params.sinks is None else params.sinks.view(cache.kv_heads, -1)
         out = flash(grouped, keys, values, params.scale, mask=self.mask, softcap=params.softcap, sinks=sinks)
@@ -60,7 +60,8 @@ class DecodeBucket:
     def run_with_lse(
         self, q: Tensor, cache: KVCache, params: AttentionParams, kernel: LseKernel = flash_with_lse
     ) -> tuple[Tensor, Tensor]:
-        """Output [rows, q_heads, dim of values] and log-sum-exp [rows, q_heads] fp32 from `q` [rows, q_heads, dim]."""
+        """Attend from `q` [rows, q_heads, dim]. Returns the output [rows, q_heads, dim of values] and the log-sum-exp [rows,
+        q_heads] fp32."""
         keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
@@ -69,12 +70,12 @@ class DecodeBucket:
 
 
 def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
-    """Buckets that together hold every sequence with one query token."""
+    """Return buckets that together cover every sequence with one query token."""
     return bucketed(_rows(batch, cache.block_size, window), cache)
 
 
 def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
-    """Buckets that together hold every one of `rows`, each of which sees at least one key."""
+    """Return buckets that together cover all `rows`, each of which must see at least one key."""
     longest_first = sorted(rows, key=lambda row: -len(row.blocks))
     return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
 
@@ -108,7 +109,7 @@ def _merge_rows(bucket: list[DecodeRow], cache: KVCache) -> DecodeBucket:
         row = bucket[0]
         return DecodeBucket(slice(row.token, row.token + 1), source(cache, row.blocks, row.first, row.stop), None)
     longest = max(len(row.blocks) for row in bucket)
-    # Short rows repeat their own last block: a neighbour's NaN must not reach them through a weight of 0.
+    # Short rows are padded with their own last block: a NaN of another sequence would pass through a weight of 0.
     tables = [row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket]
     keys = longest * cache.block_size
     return DecodeBucket(
@@ -127,7 +128,7 @@ def _mask(bucket: list[DecodeRow], keys: int, device: torch.device) -> Tensor:
 
 
 def _token_rows(tokens: list[int], device: torch.device) -> slice | Tensor:
-    """A slice where the tokens are consecutive (a view, no copy), else their indices."""
+    """Return a slice if the tokens are consecutive (a view, no copy), else their indices."""
     if consecutive(tokens):
         return slice(tokens[0], tokens[-1] + 1)
     return torch.tensor(tokens, device=device)

@@ -1,14 +1,14 @@
-"""Attention of one block of queries on CPU: the one door to torch's flash operator. Nothing else may call it.
+"""Attention of one block of queries on CPU: the only caller of torch's flash-attention operator.
 
-The operator checks almost nothing (torch 2.13), so this does:
+The operator checks almost nothing (torch 2.13), so this module does:
 
 - no queries or no keys: it kills the process (SIGFPE)            -> answered here, LSE -inf
 - query heads not a multiple of KV heads: garbage, or SIGFPE      -> refused
-- k's batch, or v's shape, unlike q's: reads out of bounds        -> refused; shorter values are filled up with zeros
+- k's batch, or v's shape, unlike q's: reads out of bounds        -> refused; shorter values are padded with zeros
 - causal with unequal lengths: aligned to the wrong (left) corner -> refused
 - a row that sees nothing: output 0 but LSE 0, which merges as if it had weight -> LSE -inf
 
-It cannot cap scores either: `softcap` goes to `actors.model.attention.capped`, under the same checks.
+The operator cannot cap scores either: `softcap` is handled by `actors.model.attention.capped`, under the same checks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def flash(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention: [batch, q_heads, queries, dim of v], in q's memory order. Rows that see nothing are 0.
+    """Compute attention. Returns [batch, q_heads, queries, dim of v], in q's memory order; rows that see no key are 0.
 
-    `q` is [batch, q_heads, queries, dim]; `k` is [batch, kv_heads, keys, dim] with kv_heads dividing q_heads; `v` is like k, or
-    shorter in its last dimension.
-    `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` as in `AttentionParams`.
-    `sinks` as there too, [q_heads, 1] or [q_heads, queries]. Raises `ValueError` on shapes that clash.
+    `q` is [batch, q_heads, queries, dim]; `k` is [batch, kv_heads, keys, dim], where kv_heads divides q_heads; `v` is like `k`,
+    or shorter in its last dimension. `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` and
+    `sinks` are those of `AttentionParams`; `sinks` is [q_heads, 1] or [q_heads, queries]. Raises `ValueError` if the shapes
+    clash.
     """
     if sinks is not None:
         return with_sinks(*flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap), sinks)
@@ -54,8 +54,10 @@ def flash_with_lse(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `flash`, with the log-sum-exp [batch, q_heads, queries] fp32 (natural log, scale included), -inf for rows that see
-    nothing."""
+    """Compute attention and its log-sum-exp [batch, q_heads, queries] fp32; the arguments are those of `flash`.
+
+    The log-sum-exp is a natural logarithm and includes the scale. It is -inf for rows that see no key.
+    """
     out, lse = _run(q, k, v, scale, causal, mask, softcap)
     if mask is not None:
         lse = lse.masked_fill(torch.isneginf(mask).all(-1), -torch.inf)

@@ -1,4 +1,4 @@
-"""Partial attention on CPU, with torch's flash operator."""
+"""Partial attention (output and log-sum-exp) on CPU, with torch's flash-attention operator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actors.model.kv.kv_cache import KVCache
 
 
 class CpuPartial:
-    """torch's flash operator, and buckets of gathered pages."""
+    """The CPU `PartialKernel`: torch's flash-attention operator, and buckets of gathered pages."""
 
     name = "torch flash (CPU)"
 
@@ -28,7 +28,9 @@ class CpuPartial:
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """See `PartialKernel.dense`."""
         return flash_with_lse(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        """See `PartialKernel.decode`."""
         return bucketed(rows, cache)

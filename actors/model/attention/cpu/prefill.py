@@ -1,13 +1,13 @@
-"""Prefill chunks (several queries of one sequence) on CPU, without a mask wherever that is possible.
+"""Prefill attention on CPU (chunks of several queries of one sequence), without a mask wherever possible.
 
     keys:     context (cached)         this chunk
             [ . . . . . . . . . ]   [ .             ]
             [ . . . . . . . . . ]   [ . .           ]      whole rectangle: no mask        )  merged by
             [ . . . . . . . . . ]   [ . . .         ]      square triangle: causal kernel  )  log-sum-exp
 
-Queries from position ``window`` on no longer see everything: they go in blocks of `_QUERY_BLOCK`, each over the band of
-keys it can see, under an additive mask. That bounds memory by ``_QUERY_BLOCK * (window + _QUERY_BLOCK)`` scores, and the
-mask is the same for every block of the sequence.
+Queries from position ``window`` on do not see every earlier key. They are computed in blocks of `_QUERY_BLOCK`, each over the
+band of keys it can see, under an additive mask. That bounds memory by ``_QUERY_BLOCK * (window + _QUERY_BLOCK)`` scores, and
+the mask is the same for every block of the sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class WholeChunk:
-    """Queries that see the whole context and their chunk so far; `context` is None where nothing is cached."""
+    """Queries that see the whole context and their chunk up to their own position; `context` is None if nothing is cached."""
 
     rows: slice
     context: Source | None
@@ -58,7 +58,7 @@ class WholeChunk:
 
 @dataclass(frozen=True)
 class WindowBlock:
-    """Queries whose window bites, over the band of keys any of them sees. `mask` is [1, 1, queries, keys]."""
+    """Queries whose window excludes some keys, over the band of keys that any of them sees. `mask` is [1, 1, queries, keys]."""
 
     rows: slice
     band: Source
@@ -72,7 +72,8 @@ class WindowBlock:
         cache: KVCache,
         params: AttentionParams,
     ) -> Tensor:
-        """Attend from `q` [queries, q_heads, dim]; the fresh `k`, `v` are read from the cache, where they are already."""
+        """Attend from `q` [queries, q_heads, dim]. The fresh `k` and `v` are read from the cache, where they have been written
+        already."""
         keys, values = self.band.read(cache, params.layer)
         sinks = None if params.sinks is None else params.sinks[:, None]
         out = flash(_heads_first(q), keys, values, params.scale, mask=self.mask, softcap=params.softcap, sinks=sinks)
@@ -80,7 +81,7 @@ class WindowBlock:
 
 
 def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[WholeChunk | WindowBlock]:
-    """Tasks that together hold every sequence with more than one query token."""
+    """Yield tasks that together cover every sequence with more than one query token."""
     token = 0
     for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
         if queries > 1:
@@ -97,17 +98,17 @@ def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[W
 
 
 def _band_mask(queries: int, window: int, device: torch.device) -> Tensor:
-    """Query i of a band sees its keys ``[i, i + window)``."""
+    """Return the mask of a band, in which query i sees the keys ``[i, i + window)``."""
     ahead = torch.arange(queries + window - 1, device=device) - torch.arange(queries, device=device)[:, None]
     visible = (ahead >= 0) & (ahead < window)
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[None, None]
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[tokens, heads, dim] -> [1, heads, tokens, dim], a view."""
+    """Return [tokens, heads, dim] as a view [1, heads, tokens, dim]."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """[1, heads, tokens, dim] -> [tokens, heads, dim], a view."""
+    """Return [1, heads, tokens, dim] as a view [tokens, heads, dim]."""
     return x.squeeze(0).transpose(0, 1)

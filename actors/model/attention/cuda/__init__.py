@@ -1,1 +1,1 @@
-"""Attention on CUDA, with the flash-attention package that is present."""
+"""Attention on CUDA, with an installed flash-attention package."""

@@ -1,9 +1,10 @@
-"""Which attention kernel a CUDA device gets: the first package present that can read pages of this size.
+"""Selects the attention kernel of a CUDA device: the first installed package that supports the page size.
 
     vllm_flash_attn (stand-alone)   pages of 16 tokens      vllm.vllm_flash_attn   pages of 16
     flash_attn                      pages of 256            torch varlen_attn      pages of 256
 
-All need fp16 or bf16, and heads of at most 256. Else: gathered pages and `scaled_dot_product_attention`.
+All of them need fp16 or bf16, and head dimensions of at most 256. Otherwise pages are gathered for
+`scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Import = Callable[[str], ModuleType]
 
 @dataclass(frozen=True)
 class _Offer:
-    """A function some package may have, the page size it is built for, and its adapter."""
+    """A kernel that a package may provide, the page size it supports, and its adapter."""
 
     module: str
     function: str
@@ -45,7 +46,7 @@ _OFFERS = (
 
 
 MOST_HEAD_DIM = 256
-"""Dimensions of a head that flash-attention kernels are built for."""
+"""The largest head dimension for which flash-attention kernels are built."""
 
 
 def choose_cuda(
@@ -57,10 +58,10 @@ def choose_cuda(
     head_dim: int = 128,
     value_dim: int | None = None,
 ) -> AttentionBackend:
-    """The first usable offer. A package that is absent, too old, or built for another torch is passed over.
+    """Return a backend for the first usable package; one that is missing, too old, or built for another torch is skipped.
 
-    So is one that cannot cap scores, where the model wants that (`softcap`), and all of them for a model with `sinks`, which
-    need the log-sum-exp, and for one whose values are shorter than its keys.
+    With `softcap`, a package that cannot cap scores is skipped too. All packages are skipped for a model with `sinks`, which
+    need the log-sum-exp, and for one whose values are shorter than its keys (`value_dim`).
     """
     fits = head_dim <= MOST_HEAD_DIM and value_dim in (None, head_dim)
     if dtype in (torch.float16, torch.bfloat16) and not sinks and fits:

@@ -1,7 +1,7 @@
-"""Attention with plain `scaled_dot_product_attention` over gathered pages: any device, any dtype, no other package.
+"""Attention with `scaled_dot_product_attention` over gathered pages, for any device and dtype, without other packages.
 
-Slow (one call a sequence, and a copy of its keys a layer), but it runs where no paged kernel does: fp32 on CUDA, old
-devices, or a machine without flash-attention packages.
+It is slow (one call a sequence, and a copy of its keys in each layer), but it runs where no paged kernel does: fp32 on CUDA,
+old devices, or a machine without flash-attention packages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from actors.model.step.batch import Batch
 
 
 class GatherAttention:
-    """The fall-back `AttentionBackend`; its plan is the batch itself."""
+    """The fallback `AttentionBackend`; its plan is the batch itself."""
 
     name = "torch SDPA over gathered pages"
 
     def prepare(self, batch: Batch, cache: KVCache) -> Batch:
+        """See `AttentionBackend.prepare`."""
         return batch
 
     def attend(
@@ -35,6 +36,7 @@ class GatherAttention:
         plan: Batch,
         params: AttentionParams,
     ) -> Tensor:
+        """See `AttentionBackend.attend`."""
         cache.write(params.layer, plan.slots, k, v)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         window, token = params.window, 0
@@ -59,7 +61,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, params: AttentionP
 
 
 def _visible(queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool: which positions each query sees."""
+    """Return a mask [queries, keys] bool of the positions that each query sees."""
     at = torch.arange(queries.start, queries.stop, device=device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=device)
     seen = key <= at

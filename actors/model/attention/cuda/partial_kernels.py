@@ -1,10 +1,11 @@
-"""Partial attention on CUDA: a flash-attention package's kernel where it returns the log-sum-exp, else matrix products.
+"""Partial attention on CUDA: a flash-attention kernel that returns the log-sum-exp, or else eager attention.
 
     vllm_flash_attn, flash_attn   flash_attn_varlen_func(..., return_attn_probs=True)     pages of 16, of 256
     vllm.vllm_flash_attn          flash_attn_varlen_func(..., return_softmax_lse=True)    pages of 16
 
-The kernels take no mask, and heads of at most 256. Masked blocks, decode rows whose window begins inside their pages, and
-latents (`actors.model.latent`, absorbed) use eager attention (`eager.py`): few queries, few keys, or one KV head for all.
+The kernels take no mask, and head dimensions of at most 256. Masked blocks, decode rows whose window begins inside their pages,
+and latents (`actors.model.latent`, absorbed) use eager attention (`eager.py`): they have few queries, few keys, or one KV head
+for all.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from actors.model.kv.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences of one kernel call; tensors are int32 on the device. `block_tables`: keys are pages, else end to end."""
+    """The sequences of one kernel call; tensors are int32 on the device. With `block_tables` keys are pages, otherwise they are
+    concatenated."""
 
     queries: Tensor
-    """[sequences + 1]: running sum."""
+    """[sequences + 1]: cumulative query lengths."""
     keys: Tensor
-    """[sequences + 1]: running sum."""
+    """[sequences + 1]: cumulative key lengths."""
     key_lens: Tensor
     longest_query: int
     longest_keys: int
@@ -43,6 +45,7 @@ class Lengths:
 
     @classmethod
     def of(cls, queries: list[int], keys: list[int], device: torch.device, tables: list[list[int]] | None = None) -> Lengths:
+        """Build the lengths from the number of queries and keys of each sequence. Block `tables` are padded with block 0."""
         query_sums, key_sums = (_int32([0, *accumulate(lens)], device) for lens in (queries, keys))
         blocks = None if tables is None else _int32([[*t, *[0] * (max(map(len, tables)) - len(t))] for t in tables], device)
         return cls(query_sums, key_sums, _int32(keys, device), max(queries), max(keys), blocks)
@@ -53,7 +56,7 @@ PartialAttention = Callable[[Tensor, Tensor, Tensor, Lengths, bool, AttentionPar
 
 
 def flash_attn_part(function: Callable[..., Any]) -> PartialAttention:
-    """``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
+    """Adapt ``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
 
     def run(
         q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
@@ -70,7 +73,8 @@ def flash_attn_part(function: Callable[..., Any]) -> PartialAttention:
 
 
 def vllm_part(function: Callable[..., Any]) -> PartialAttention:
-    """``flash_attn_varlen_func`` as vendored in vLLM: key lengths where keys are pages, their running sum where not."""
+    """Adapt ``flash_attn_varlen_func`` as vendored in vLLM, which takes key lengths with paged keys, and cumulative ones
+    otherwise."""
 
     def run(
         q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
@@ -97,7 +101,7 @@ _OFFERS = (
 
 
 class EagerPartial:
-    """No package: matrix products for all of it."""
+    """The `PartialKernel` without any package: eager attention for all calls."""
 
     name = "matrix products"
 
@@ -110,24 +114,27 @@ class EagerPartial:
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """See `PartialKernel.dense`."""
         return eager_attention(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        """See `PartialKernel.decode`."""
         return [EagerBucket(bucket) for bucket in bucketed(rows, cache)]
 
 
 class EagerBucket:
-    """A bucket of decode rows under `eager_attention`."""
+    """A bucket of decode rows computed by `eager_attention`."""
 
     def __init__(self, bucket: DecodeBucket) -> None:
         self.rows, self._bucket = bucket.rows, bucket
 
     def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """See `PagedTask.run_with_lse`."""
         return self._bucket.run_with_lse(q, cache, params, eager_attention)
 
 
 class FlashPartial(EagerPartial):
-    """One package's kernel; masks and cut pages use eager attention."""
+    """The `PartialKernel` of one package; masked blocks, and rows whose window begins inside their pages, use eager attention."""
 
     def __init__(self, name: str, part: PartialAttention) -> None:
         self.name, self._part = name, part
@@ -141,6 +148,7 @@ class FlashPartial(EagerPartial):
         causal: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """See `PartialKernel.dense`."""
         if mask is not None or q.shape[-1] > MOST_HEAD_DIM or v.shape[-1] != q.shape[-1]:
             return eager_attention(q, k, v, params.scale, causal=causal, mask=mask, softcap=params.softcap)
         queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
@@ -149,6 +157,7 @@ class FlashPartial(EagerPartial):
         return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
+        """See `PartialKernel.decode`."""
         if cache.head_dim > MOST_HEAD_DIM or cache.value_dim != cache.head_dim:
             return super().decode(rows, cache)
         whole = [row for row in rows if row.first == 0]
@@ -157,7 +166,7 @@ class FlashPartial(EagerPartial):
 
 
 class PagedRows:
-    """Decode rows that see their pages from the first token on: one kernel call."""
+    """Decode rows that see their pages from the first token on, computed by one kernel call."""
 
     def __init__(self, rows: Sequence[DecodeRow], cache: KVCache, part: PartialAttention) -> None:
         self.rows = torch.tensor([row.token for row in rows], device=cache.device)
@@ -166,7 +175,8 @@ class PagedRows:
         self._lengths = Lengths.of([1] * len(rows), stops, cache.device, tables)
 
     def run_with_lse(self, q: Tensor, cache: KVCache, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        # One query sees all of its keys, so it need not be causal.
+        """See `PagedTask.run_with_lse`."""
+        # A single query sees all of its keys, so no causal mask is needed.
         out, lse = self._part(q, *cache.paged_views(params.layer), self._lengths, False, params)
         return out, lse.transpose(0, 1)
 
@@ -174,7 +184,10 @@ class PagedRows:
 def choose_cuda_partial(
     dtype: torch.dtype, block_size: int, load: Import = importlib.import_module, softcap: bool = False
 ) -> PartialKernel:
-    """The first usable package. One that is absent, too old, or cannot cap scores where the model wants that is passed over."""
+    """Return the kernels of the first usable package, or eager attention.
+
+    A package that is missing or too old is skipped, and with `softcap` one that cannot cap scores.
+    """
     if dtype in (torch.float16, torch.bfloat16):
         for module, multiple, adapt, needs in _OFFERS:
             function = _find(module, load) if block_size % multiple == 0 else None

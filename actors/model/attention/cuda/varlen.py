@@ -1,8 +1,8 @@
 """Paged attention on CUDA with a flash-attention kernel: one call a layer for prefill chunks and decode rows together.
 
-Three packages offer such a kernel under one idea and four signatures; an adapter (`VarlenKernel`) hides which. All align causal
-masks to the bottom right (the end of the sequence), take a window as (tokens before, tokens after), and read K and V
-through a block table from pages ``[num_blocks, block_size, kv_heads, head_dim]``.
+Four packages provide such a kernel, with different signatures; an adapter (`VarlenKernel`) hides the difference. All of them
+align causal masks to the bottom right (the end of the sequence), take a window as (tokens before, tokens after), and read K and
+V through a block table from pages ``[num_blocks, block_size, kv_heads, head_dim]``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class VarlenPlan:
 
     slots: Tensor
     query_starts: Tensor
-    """[sequences + 1]: running sum of query lengths."""
+    """[sequences + 1]: cumulative query lengths."""
     key_starts: Tensor
-    """[sequences + 1]: running sum of `key_lens`."""
+    """[sequences + 1]: cumulative `key_lens`."""
     key_lens: Tensor
-    """[sequences]: context and chunk together."""
+    """[sequences]: lengths of context and chunk together."""
     longest_query: int
     longest_keys: int
     block_tables: Tensor
@@ -42,13 +42,14 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, VarlenPlan, AttentionParams], T
 
 
 class VarlenAttention:
-    """The `AttentionBackend` of one kernel."""
+    """The `AttentionBackend` on top of one variable-length kernel."""
 
     def __init__(self, name: str, kernel: VarlenKernel) -> None:
         self.name = name
         self._kernel = kernel
 
     def prepare(self, batch: Batch, cache: KVCache) -> VarlenPlan:
+        """See `AttentionBackend.prepare`."""
         key_lens = [context + queries for context, queries in zip(batch.context_lens, batch.query_lens, strict=True)]
         longest = max(map(len, batch.block_tables), default=0)
         tables = [[*table, *[0] * (longest - len(table))] for table in batch.block_tables]
@@ -71,6 +72,7 @@ class VarlenAttention:
         plan: VarlenPlan,
         params: AttentionParams,
     ) -> Tensor:
+        """See `AttentionBackend.attend`."""
         assert params.sinks is None, "choose_cuda gives models with sinks another backend"
         if q.shape[0] == 0:
             return q
@@ -79,7 +81,7 @@ class VarlenAttention:
 
 
 def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
+    """Adapt ``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
@@ -102,7 +104,7 @@ def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
 
 
 def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """``flash_attn_varlen_func`` as vendored in vLLM: with a block table it takes key lengths, not their running sum."""
+    """Adapt ``flash_attn_varlen_func`` as vendored in vLLM, which with a block table takes key lengths, not cumulative ones."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
@@ -125,7 +127,7 @@ def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
 
 
 def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) is its causal flag."""
+    """Adapt ``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) makes it causal."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
@@ -149,12 +151,13 @@ def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
 
 
 def _window(params: AttentionParams) -> tuple[int, int]:
-    """(tokens before a query, tokens after it) that it sees beside its own; -1: all."""
+    """Return the window as (tokens before a query, tokens after it), excluding the query's own position; -1 means all."""
     return (-1 if params.window is None else params.window - 1, 0)
 
 
 def _cap(params: AttentionParams) -> dict[str, float]:
-    """The argument that caps scores, only where it is wanted: not every kernel has it (`choose_cuda` sees to that)."""
+    """Return the softcap argument, only if the model has one: not every kernel accepts it (`choose_cuda` selects one that
+    does)."""
     return {} if params.softcap is None else {"softcap": params.softcap}
 
 
