@@ -1,4 +1,4 @@
-"""Which attention kernels a device gets: the fastest ones present."""
+"""Selects the attention backend of a device: the fastest kernels installed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def choose(
     head_dim: int = 128,
     value_dim: int | None = None,
 ) -> AttentionBackend:
-    """The fastest backend present for this device, dtype, page size (tokens per block) and size of heads.
+    """Return the fastest backend installed for this device, dtype, page size (tokens per block) and head dimension.
 
-    `softcap`: which can cap scores; `sinks`: which can do sinks; `value_dim`: not given, that of values is `head_dim` too.
+    `softcap` and `sinks` require a backend that supports capped scores or attention sinks. `value_dim` is the head dimension of
+    values, by default `head_dim`.
     """
     if torch.device(device).type == "cuda":
         return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim, value_dim=value_dim)
@@ -34,7 +35,7 @@ def choose(
 
 
 def choose_partial(device: torch.device | str, dtype: torch.dtype, block_size: int, softcap: bool = False) -> PartialKernel:
-    """The kernels of a device; `softcap`: which can cap scores."""
+    """Return the partial attention kernels of a device. With `softcap`, they can cap scores."""
     if torch.device(device).type == "cuda":
         return choose_cuda_partial(dtype, block_size, softcap=softcap)
     kernel: PartialKernel = CpuPartial()
@@ -42,6 +43,6 @@ def choose_partial(device: torch.device | str, dtype: torch.dtype, block_size: i
 
 
 def choose_latent(mla: MLASpec, device: torch.device | str, dtype: torch.dtype, block_size: int) -> LocalLatent:
-    """Latent attention by the kernels of a device."""
+    """Return the latent attention (MLA) backend on top of the device's kernels."""
     paged = choose(device, dtype, block_size, head_dim=mla.latent_dim)
     return LocalLatent(mla, paged, choose_partial(device, dtype, block_size))

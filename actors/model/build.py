@@ -1,4 +1,4 @@
-"""Makes the modules of a decoder around the rows of the shard table."""
+"""Builds the modules of a decoder from the parameters of the shard table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from placement.ownership.shards import parameters
 
 
 class Builder:
-    """Makes modules around the rows of the shard table; a bias that has no row there is one the model has not."""
+    """Builds modules from the rows of the shard table. A bias without a row there is one that the model does not have."""
 
     def __init__(
         self,
@@ -52,18 +52,20 @@ class Builder:
         }
 
     def embedding(self) -> VocabularyEmbedding:
+        """Return the embedding of the first stage, scaled if the model scales it."""
         parts = (self._table["embed.weight"], self._own.vocab)
         scale = self._spec.embedding_scale
         return VocabularyEmbedding(*parts) if scale == 1 else ScaledEmbedding(*parts, scale)
 
     def head(self) -> VocabularyHead:
-        """The head; where the model ties it and this stage holds the embedding, on the embedding's own weight."""
+        """Return the output head. It uses the embedding's own weight if the model ties them and this stage holds the embedding."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
         parts = (weight, self._own.head_vocab, self._spec.vocab_size)
         cap = self._spec.logit_softcap
         return VocabularyHead(*parts) if cap is None else CappedHead(*parts, cap)
 
     def layer(self, index: int) -> Layer:
+        """Return the decoder layer `index`."""
         at = f"layers.{index}"
         return Layer(
             self.norm(f"{at}.input_norm"),
@@ -75,13 +77,14 @@ class Builder:
         )
 
     def feed_forward(self, index: int, at: str) -> nn.Module:
-        """An MLP, or a mixture of experts where the layer has them."""
+        """Return the feed-forward part of a layer: an MLP, or a mixture of experts if the layer has experts."""
         moe = self._spec.moe_of(index)
         if moe is not None:
             return mixture(self._spec, moe, self._own, self._table, at)
         return GatedMLP(self.column(f"{at}.gate_up"), self.row(f"{at}.down"), ACTIVATIONS[self._spec.activation])
 
     def attention(self, index: int, at: str) -> nn.Module:
+        """Return the attention of the layer `index`; its weights have the prefix `at`."""
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
         params = AttentionParams.of(spec, index, self._table.get(f"{at}.sinks"))
         if spec.mla is not None:
@@ -95,12 +98,15 @@ class Builder:
         return (GroupedAttention if spec.value_scale == 1 else ScaledValueAttention)(spec, own, *parts)
 
     def column(self, name: str) -> ColumnParallel:
+        """Return the column-parallel layer `name`."""
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def row(self, name: str) -> RowParallel:
+        """Return the row-parallel layer `name`."""
         return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def norm(self, name: str) -> nn.Module:
+        """Return the norm `name`, or the identity if the model does not have it."""
         if f"{name}.weight" not in self._table:
             return nn.Identity()
         weight, eps, offset = self._table[f"{name}.weight"], self._spec.norm_eps, self._spec.norm_offset

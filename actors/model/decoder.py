@@ -1,12 +1,12 @@
-"""One pipeline stage of one tp rank, composed from the model's spec and this rank's rows of the shard table.
+"""The decoder: one pipeline stage of one tensor-parallel (TP) rank, composed from the model's spec and the rank's shard.
 
     first stage                                                    last stage
-    token ids -> embed -> [layer]*  -> hidden -> ... -> [layer]* -> norm -> head -> logits of my vocabulary rows
+    token ids -> embed -> [layer]*  -> hidden -> ... -> [layer]* -> norm -> head -> logits of own vocabulary rows
 
     layer:  hidden + attn_out_norm(attn(input_norm(hidden))),  then  hidden + mlp_out_norm(mlp(post_norm(hidden)))
-            (a norm the model has not is the identity)
+            (a norm that the model does not have is the identity)
 
-A stage is what it is by construction: `forward` does not ask where it runs. Parameters are exactly those of
+The stage's parts are fixed when it is built: `forward` does not branch on the stage. The parameters are exactly those of
 `placement.ownership.shards.parameters`, uninitialised; a loader fills them in place.
 """
 
@@ -48,9 +48,12 @@ class Decoder(nn.Module):
         scatter_from: int | None = None,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """`scatter_from`: prompt tokens of a step from which on it runs sequence parallel
-        (`placement.layout.sequence_parallel`);
-        `exchanges`: how tokens get to experts, where these are not all in the tp group."""
+        """Build the stage.
+
+        `scatter_from` is the number of prompt tokens from which a step runs sequence parallel
+        (`placement.layout.sequence_parallel`). `exchanges` dispatches tokens to the experts, where these are not all in the tp
+        group.
+        """
         super().__init__()
         build = Builder(spec, own, tp, attention, dtype, device)
         self.embed = build.embedding() if own.first_stage else ReceivedHidden()
@@ -71,10 +74,10 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCaches | KVCache) -> Tensor:
-        """This stage's layers. `hidden` is what the same tp rank of the previous stage returned (None on the first).
+        """Run this stage's layers. `hidden` is what the same tp rank of the previous stage returned (None on the first stage).
 
-        Returns [tokens, hidden] on the last stage, on the others the rank's own tokens of it (`Regions.own`), which is all
-        that the next stage needs of this rank. Writes the step's keys and values to `cache`.
+        Returns [tokens, hidden] on the last stage. Other stages return the rank's own tokens of it (`Regions.own`), which is
+        all that the next stage needs from this rank. Writes the step's keys and values to `cache`.
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
@@ -85,15 +88,20 @@ class Decoder(nn.Module):
         return self._leave(hidden, region)
 
     def watch(self, ranges: Iterable[range], ran: Callable[[range], None]) -> None:
-        """Have `ran` called with each of `ranges` of own layers once the last of them has run (on a device: is queued), in
-        every step that runs them. Nobody else pays."""
+        """Call `ran` with each of `ranges` of own layers after its last layer has run (on a device: has been queued), in every
+        step.
+
+        Steps cost nothing more where nothing is watched.
+        """
         for layers in ranges:
             self.layers[str(layers[-1])].register_forward_hook(_then(ran, layers))
 
     @torch.inference_mode()
     def serve(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Tensor:
-        """Run this stage's experts for the tokens of other DP ranks, in a step in which this rank's DP rank has none: [0,
-        hidden]."""
+        """Run this stage's experts for the tokens of other DP ranks, in a step in which this DP rank has no tokens.
+
+        Returns an empty tensor [0, hidden].
+        """
         exchange = self.exchanges.of(new_lens_across_dp, copy_offset)
         for experts in self.mixtures.values():
             exchange.serve(experts, self._none)
@@ -101,7 +109,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """[rows, own vocabulary] fp32 from rows of the last stage's `forward`; padding ids get -inf."""
+        """Return fp32 logits [rows, own vocabulary] of rows of the last stage's `forward`. Padding ids have -inf."""
         return self.head(self.norm(rows))  # type: ignore[no-any-return]
 
 
@@ -113,28 +121,30 @@ def _then(ran: Callable[[range], None], layers: range) -> Callable[..., None]:
 
 
 def _all_tokens(hidden: Tensor, region: Region) -> Tensor:
-    """What leaves the last stage: its head wants rows of any token."""
+    """Return the output of the last stage: all tokens, because the head may need any of them."""
     return region.gather(hidden)
 
 
 def _own_tokens(hidden: Tensor, region: Region) -> Tensor:
-    """What leaves an earlier stage: together the ranks hold every token once."""
+    """Return the output of an earlier stage: the rank's own tokens. The ranks together hold every token once."""
     return region.slice(hidden)
 
 
 class ReceivedHidden(nn.Module):
-    """Stands where the first stage has its embedding: the hidden states come from the previous stage."""
+    """Replaces the embedding on all stages but the first: hidden states come from the previous stage."""
 
     def forward(self, token_ids: Tensor, received: Tensor, region: Region) -> Tensor:
+        """Return the hidden states of the region, from the own tokens received."""
         return region.join(received)
 
 
 class NoHead(nn.Module):
-    """Stands where the last stage has its head."""
+    """Replaces the head on all stages but the last."""
 
     def __init__(self, own: Shard) -> None:
         super().__init__()
         self._own = own
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Raises `RuntimeError`: this stage has no head."""
         raise RuntimeError(f"logits were asked of the stage with layers {self._own.layers}: only the last stage has the head")

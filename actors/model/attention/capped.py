@@ -60,5 +60,5 @@ def _later(rows: slice, keys: int, device: torch.device) -> Tensor:
 
 
 def _part_of(mask: Tensor, rows: slice, keys: int) -> Tensor:
-    """Return the part of a mask [batch or 1, 1, queries or 1, keys] that covers the queries `rows` and the first `keys` keys."""
+    """Return the part of a mask [batch or 1, 1, queries or 1, keys] that covers queries `rows` and the first `keys` keys."""
     return (mask if mask.shape[2] == 1 else mask[:, :, rows])[..., :keys]

@@ -30,7 +30,8 @@ class OutputAccumulator:
 
 
 def pack(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pack output [..., dim] and LSE [...] fp32 into one tensor [..., dim + 4 / element size] of `dtype`. The LSE stays exact."""
+    """Pack output [..., dim] and LSE [...] fp32 into one tensor [..., dim + 4 / element size] of `dtype`; the LSE stays
+    exact."""
     return torch.cat((out.to(dtype), lse.unsqueeze(-1).contiguous().view(dtype)), -1)
 
 

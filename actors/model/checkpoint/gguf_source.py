@@ -1,7 +1,7 @@
-"""Slices of a GGUF file, dequantised chunk by chunk straight into a rank's parameters.
+"""Reads slices of a GGUF file, dequantised chunk by chunk directly into a rank's parameters.
 
-Rows hold whole quantisation blocks, so a slice of rows dequantises those rows and no others, and a slice of columns
-dequantises the blocks that overlap it::
+Rows consist of whole quantisation blocks, so a slice of rows dequantises only those rows, and a slice of columns dequantises
+the blocks that overlap it::
 
     columns wanted          [ 40 ................ 100 )
     blocks of 32     |  0  |##1##|##2##|##3##|  4  |      blocks 1-3 are dequantised, then cut to 40..100
@@ -24,14 +24,14 @@ from placement.checkpoint.gguf.tensors import directory, read_sound_header
 from placement.model.spec import ModelSpec
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Elements dequantised at once: 1 MiB in fp32, which stays in cache until it is written to the parameter."""
+"""Elements dequantised at a time: 1 MiB in fp32, which stays in the CPU cache until it is written to the parameter."""
 
 
 class GgufSource:
     """A `TensorSource` over one GGUF file."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
-        """Read the header and map the file. Raises `ModelError` naming the file and what is wrong with it."""
+        """Read the header and map the file. Raises `ModelError`, which names the file and what is wrong with it."""
         header = read_sound_header(path)
         self.directory = directory(path, header, spec)
         self._infos = header.tensors
@@ -41,6 +41,7 @@ class GgufSource:
         self._norm_offset = spec.norm_offset if known.gemma else 0.0
 
     def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
+        """See `TensorSource.fill`."""
         info = self._infos[self.directory.tensors[name].stored_name]
         blocks = self._rows(info)
         if slot is not None:
@@ -60,22 +61,23 @@ class GgufSource:
             target[at : at + step].copy_(torch.from_numpy(values[:, cut]))
 
     def close(self) -> None:
+        """See `TensorSource.close`."""
         self._data = None
 
     def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """The bytes of a tensor, [rows, bytes of a row]; a vector is one element a row. A view of the mapped file.
+        """Return the bytes of a tensor, [rows, bytes of a row], as a view of the mapped file.
 
-        The rows of a stack of matrices lie end to end.
+        A vector has one element a row. The matrices of a stack follow one another.
         """
         assert self._data is not None, "the source is closed"
         rows = info.shape[0] if len(info.shape) == 1 else prod(info.shape[1:])
         return self._data[info.offset : info.offset + info.num_bytes].reshape(rows, -1)
 
     def _stored(self, name: str, rows: range) -> slice | NDArray[np.int64]:
-        """Where rows of the Hugging Face tensor are in the file.
+        """Return where rows of the Hugging Face tensor are in the file.
 
-        In a permuted head, the two halves that rope rotates together lie interleaved: row ``half * d/2 + i`` of a head of
-        d rows is stored at ``2 * i + half``.
+        In a permuted head, the two halves that RoPE rotates together are interleaved: row ``half * d/2 + i`` of a head of d
+        rows is stored at ``2 * i + half``.
         """
         projection = name.rsplit(".", 2)[-2]
         if self._head_dim is None or projection not in ("q_proj", "k_proj"):

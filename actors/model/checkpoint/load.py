@@ -1,4 +1,4 @@
-"""Fill one rank's parameters from a checkpoint, strictly: every parameter filled, every tensor of the file accounted for.
+"""Loads one rank's parameters from a checkpoint, strictly: every parameter is filled, every tensor of the file accounted for.
 
 Nothing is copied before everything has been checked, so a refusal leaves no half-filled model behind.
 """
@@ -18,7 +18,7 @@ from placement.ownership.shards import parameters
 from placement.ownership.weight_slices import Parameter, WeightSlice
 
 LoadProgress = Callable[[int, int], None]
-"""Called with (bytes filled, bytes in all) of the rank's parameters."""
+"""A callback that receives (bytes filled, bytes in all) of the rank's parameters."""
 
 
 def load(
@@ -28,10 +28,10 @@ def load(
     source: TensorSource,
     progress: LoadProgress | None = None,
 ) -> None:
-    """Fill the parameters of the rank that holds `own`, in place, cast to each parameter's own type; padding rows are zero.
+    """Fill the parameters of the rank that holds `own` in place, cast to the dtype of each parameter. Padding rows become zero.
 
-    `decoder_parameters` are the tensors to fill, by the names of `placement.ownership.shards.parameters`, on any device.
-    Raises `ModelError` where the model, the table and the checkpoint do not agree on a name or a shape.
+    `decoder_parameters` are the tensors to fill, on any device, by the names of `placement.ownership.shards.parameters`. Raises
+    `ModelError` if the model, the shard table and the checkpoint disagree on a name or a shape.
     """
     table = list(parameters(spec, own))
     _check_parameters(decoder_parameters, table)
@@ -48,7 +48,7 @@ def load(
 
 @torch.no_grad()
 def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
-    """Copy each slice to its place; what no slice covers is padding."""
+    """Copy each slice to its place. Elements that no slice covers are padding."""
     parts = [landing(target, weight_slice) for weight_slice in parameter.slices]
     if sum(part.numel() for part in parts) < target.numel():
         target.zero_()
@@ -58,14 +58,14 @@ def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
 
 
 def landing(target: Tensor, weight_slice: WeightSlice) -> Tensor:
-    """Where a slice lands in its parameter: a view, of the slice's shape."""
+    """Return the view of a parameter that a slice fills, in the slice's shape."""
     matrix = target if weight_slice.slot is None else target[weight_slice.slot]
     matrix = matrix.transpose(0, 1) if weight_slice.transposed else matrix
     return matrix.narrow(weight_slice.dim, weight_slice.at, len(weight_slice.take))
 
 
 def _check_parameters(given: Mapping[str, Tensor], table: list[Parameter]) -> None:
-    """The decoder's parameters are those of the table, by name and shape, and have memory to fill."""
+    """Check that the decoder's parameters are those of the table, by name and shape, and have memory to fill."""
     shapes = {parameter.name: parameter.shape for parameter in table}
     if given.keys() != shapes.keys():
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Open a checkpoint, whatever its format."""
+"""Opens a checkpoint of any supported format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.model.spec import ModelSpec
 def open_source(path: str | Path, spec: ModelSpec) -> TensorSource:
     """Open a Hugging Face folder, a ``.safetensors`` file or a ``.gguf`` file.
 
-    Raises `ModelError` if it is not there, is not one of these, or is damaged.
+    Raises `ModelError` if the file does not exist, has another format, or is damaged.
     """
     path = Path(path)
     return SafetensorsSource(path) if is_safetensors(path) else GgufSource(path, spec)

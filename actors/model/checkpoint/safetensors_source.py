@@ -1,6 +1,5 @@
-"""Slices of safetensors files. They are mapped, and a slice is a view of the map: it costs page cache, which the kernel
-can take back, never memory.
-"""
+"""Reads slices of safetensors files. The files are memory-mapped and a slice is a view of the map: it occupies only page cache,
+which the kernel can reclaim."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ class SafetensorsSource:
     """A `TensorSource` over safetensors files."""
 
     def __init__(self, path: Path) -> None:
-        """Open every file of the checkpoint (headers only). Raises `ModelError` naming the file at fault."""
+        """Open every file of the checkpoint (headers only). Raises `ModelError`, which names the faulty file."""
         self.directory = read_directory(path)
         with ExitStack() as opened:
             files = {entry.file for entry in self.directory.tensors.values()}
@@ -27,12 +26,14 @@ class SafetensorsSource:
             self._open = opened.pop_all()
 
     def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
+        """See `TensorSource.fill`."""
         entry, before = self.directory.tensors[name], (slice(None),) * dim
         whole = self._handles[entry.file].get_slice(entry.stored_name)
         run = whole[(*(() if slot is None else (slot,)), *before, slice(take.start, take.stop))]
         target.copy_(run[(*before, slice(None, None, take.step))])
 
     def close(self) -> None:
+        """See `TensorSource.close`."""
         self._handles.clear()
         self._open.close()
 

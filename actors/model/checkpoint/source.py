@@ -1,4 +1,4 @@
-"""What a checkpoint is to the loader: named tensors, of which slices can be read.
+"""The checkpoint interface of the loader: named tensors, of which slices can be read.
 
 load ── TensorSource ─┬─ SafetensorsSource   a Hugging Face folder, or one .safetensors file
                       └─ GgufSource          a .gguf file: other names, quantised, q and k rows permuted
@@ -19,11 +19,12 @@ class TensorSource(Protocol):
     directory: TensorDirectory
 
     def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
-        """Write ``tensor.narrow(dim, take.start, len(take))`` into `target`: same shape, not empty, any float type, any device.
+        """Write ``tensor.narrow(dim, take.start, len(take))`` into `target`: same shape, not empty, any float dtype, any
+        device.
 
-        Where `take` has a step, every so many of these; with `slot`, of ``tensor[slot]``. Only the slice is read, and no more
-        than a small chunk of it is ever in memory beside `target`.
+        If `take` has a step, only every step-th element along `dim` is read. With `slot`, the tensor is ``tensor[slot]``. Only
+        the slice is read, and at most a small chunk of it is in memory besides `target`.
         """
 
     def close(self) -> None:
-        """Unmap the files. Calling twice is harmless."""
+        """Unmap the files. A second call has no effect."""

@@ -1,1 +1,1 @@
-"""Matrix products on each device, and what they were tuned to."""
+"""Matrix products, tuned for each device."""

@@ -1,11 +1,11 @@
-"""The grouped matrix product: rows sorted by expert, each times its own expert's matrix.
+"""The grouped matrix product (grouped GEMM): rows sorted by expert, each multiplied by its own expert's matrix.
 
     rows    [ a a a | c c | d d d d ]       ends 3 3 5 9: expert b has none
     weight  [ A, B, C, D ]
 
-A loop on CPU, where ``torch._grouped_mm`` is one too (2 cores, 8 and 64 experts, 1 to 512 tokens: 0.8 to 1.2 times as fast,
-neither always ahead) and wants strides in whole 16 bytes, which uneven slices of an expert have not. The loop gives a row the
-same bits whoever its neighbours are.
+On CPU it is a loop. ``torch._grouped_mm`` is a loop there too (2 cores, 8 and 64 experts, 1 to 512 tokens: 0.8 to 1.2 times as
+fast, neither always ahead), and needs strides of whole 16 bytes, which uneven slices of an expert do not have. With the loop
+the result of a row does not depend on the other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _ALIGNMENT = 16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """``x[i] @ weight[e].T`` with e the expert of row i: `x` [rows, inputs], `weight` [experts, outputs, inputs].
+    """Return ``x[i] @ weight[e].T``, where e is the expert of row i, for `x` [rows, inputs] and `weight` [experts, outputs,
+    inputs].
 
-    `ends` [experts] (int64): one past the last row of each expert.
+    `ends` [experts] (int64) holds one past the last row of each expert.
     """
     if x.device.type == "cuda" and x.dtype is torch.bfloat16 and _aligned(weight):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))

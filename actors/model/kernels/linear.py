@@ -1,7 +1,7 @@
-"""Dense matrix products, by whichever kernel is fastest for a device, a type and a number of rows.
+"""Dense matrix products, with the fastest kernel for the device, the dtype and the number of rows.
 
-Layers call `linear` and `linear_by_head` and know nothing of this choice; no other file multiplies activations by weights,
-but for the products of experts (`actors.model.kernels.grouped`).
+Layers call `linear` and `linear_by_head` and do not depend on the choice. No other module multiplies activations by weights,
+except for the products of experts (`actors.model.kernels.grouped`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _ROW_MULTIPLE = 4
-"""The fp32 kernel computes rows in groups of this many."""
+"""The fp32 kernel computes rows in groups of this size."""
 _FEW_ROWS = 8
-"""Up to so many bf16 rows the product is faster the other way round."""
+"""Up to this number of bf16 rows the transposed product is faster."""
 _HAS_BFLOAT16 = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-"""Whether this CPU multiplies bfloat16 matrices by its own instructions (AVX-512, or Arm's bf16)."""
+"""Whether this CPU has instructions for bfloat16 matrix products (AVX-512, or Arm's bf16)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs]."""
+    """Return ``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs]."""
     if x.device.type == "cpu" and x.dtype is torch.float32:
         return _padded_linear(x, weight, bias)
     if x.device.type == "cpu" and x.dtype is torch.bfloat16 and x.shape[0] > 0:
@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """``x[h] @ weights[h]`` for each head h: `x` [heads, rows, inputs], `weights` [heads, inputs, outputs]."""
+    """Return ``x[h] @ weights[h]`` for each head h, for `x` [heads, rows, inputs] and `weights` [heads, inputs, outputs]."""
     rows = x.shape[1]
     if x.device.type == "cpu" and x.dtype is torch.float32 and rows % _ROW_MULTIPLE:
         return torch.matmul(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weights)[:, :rows]  # as in `_padded_linear`
@@ -36,8 +36,11 @@ def linear_by_head(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows padded to a multiple of four: the fp32 kernel computes the last one to three differently, and a request's bits
-    should not depend on how many rows ride along."""
+    """Compute the product of rows padded to a multiple of four.
+
+    The fp32 kernel computes the last one to three rows differently, and the result of a request should not depend, in any bit,
+    on how many rows share the step.
+    """
     rows = x.shape[0]
     if rows % _ROW_MULTIPLE == 0:
         return F.linear(x, weight, bias)
@@ -45,12 +48,12 @@ def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _bfloat16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """On a CPU, by whichever kernel is fastest for this many rows.
+    """Compute a bfloat16 product on a CPU, with the fastest kernel for this number of rows.
 
-    `F.linear` lays the whole weight out anew on each call, which costs about as much as the product while rows are few
-    (SmolLM2 shapes, AVX-512: the product the other way round is 1.2 to 1.6 times faster up to 8 rows, not from 32). A CPU
-    without AVX-512 has only a slow generic kernel: widening both sides to fp32 first takes half its time at 32 rows and a
-    sixth at 256 (AVX2, one thread). All of these sum in fp32.
+    `F.linear` repacks the whole weight on each call, which costs about as much as the product while rows are few (SmolLM2
+    shapes, AVX-512: the transposed product is 1.2 to 1.6 times faster up to 8 rows, not from 32). A CPU without AVX-512 has
+    only a slow generic kernel: widening both sides to fp32 first takes half its time at 32 rows and a sixth at 256 (AVX2, one
+    thread). All of these accumulate in fp32.
     """
     if x.shape[0] == 1:
         return _plus(torch.mv(weight, x[0])[None], bias)

@@ -1,20 +1,20 @@
-"""The KV cache of the layers of one kind on one rank: fixed-size pages (blocks) of keys and values, head-major.
+"""The paged KV cache of the layers of one attention kind on one rank: fixed-size pages (blocks), head-major.
 
-A rank has one for each kind of attention in its stage (`actors.model.kv.kv_caches`). One tensor per layer,
-``[2 (K, V), kv_heads, num_blocks, block_size, head_dim]``::
+A rank has one for each attention kind in its stage (`actors.model.kv.kv_caches`). One tensor per layer, ``[2 (K, V), kv_heads,
+num_blocks, block_size, head_dim]``::
 
-    K  head 0   | block 0 | block 1 | block 2 | ...      <- consecutive blocks of one head are one run of memory:
+    K  head 0   | block 0 | block 1 | block 2 | ...      <- consecutive blocks of one head are contiguous in memory:
        head 1   | block 0 | block 1 | block 2 | ...         they are read without a copy, and a head that moves to
     V  head 0   | block 0 | block 1 | block 2 | ...         another rank is one slice
        head 1   | ...
 
-Where values have another size than keys, they have a tensor of their own. Latent attention (`placement.model.mla_spec`) has one
-plane in the place of the two: what it reads as keys and as values is the same latents, which it calls one KV head::
+If values differ in size from keys, they have a tensor of their own. Latent attention (`placement.model.mla_spec`) has one plane
+instead of two: it reads the same latents as keys and as values, and treats them as one KV head::
 
     latents     | block 0 | block 1 | block 2 | ...      [1, 1, num_blocks, block_size, latent_dim]
 
-Pages start as zeros, not as whatever memory held: attention reads the unused end of a page with weight 0, and
-``0 * NaN`` is NaN.
+Pages are initialised to zero rather than left uninitialised: attention reads the unused end of a page with weight 0, and ``0 *
+NaN`` is NaN.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from placement.ownership.shard import Shard
 
 
 class _Pages(NamedTuple):
-    """One layer, seen in three ways."""
+    """The pages of one layer, in three views."""
 
     stores: tuple[Tensor, ...]
-    """Each [planes, kv_heads, num_blocks, block_size, dim]: one where keys and values are alike, else one for each."""
+    """Tensors [planes, kv_heads, num_blocks, block_size, dim]: one if keys and values have the same size, else one for each."""
     runs: tuple[Tensor, ...]
-    """Of each plane [kv_heads, num_blocks * block_size, dim]."""
+    """One view for each plane: [kv_heads, num_blocks * block_size, dim]."""
     rows: tuple[Tensor, ...]
-    """Of each store [planes * kv_heads * num_blocks, block_size * dim]."""
+    """One view for each store: [planes * kv_heads * num_blocks, block_size * dim]."""
 
     @classmethod
     def of(cls, stores: Sequence[Tensor]) -> _Pages:
@@ -46,8 +46,10 @@ class _Pages(NamedTuple):
 
 
 class KVCache:
-    """Pages for some layers of one stage and the KV heads of one tp rank. `layers` are numbered as in the whole model, `kind`
-    is theirs (`ModelSpec.kinds`)."""
+    """Pages for some layers of one stage and the KV heads of one tp rank.
+
+    `layers` are numbered as in the whole model; `kind` is their attention kind, an index of `ModelSpec.kinds`.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class KVCache:
         value_dim: int | None = None,
         kind: int = 0,
     ) -> None:
-        """`head_dim` is that of keys; `value_dim`: not given, that of values too."""
+        """Allocate the pages. `head_dim` is the size of keys; `value_dim` is that of values, by default `head_dim`."""
         self.layers = layers
         self.kv_heads = kv_heads
         self.num_blocks = num_blocks
@@ -74,9 +76,9 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.stores = ((planes, head_dim),) if self.value_dim == head_dim else ((1, head_dim), (1, self.value_dim))
-        """(planes, dimensions) of the tensors of a layer; all have as many planes."""
+        """(planes, dimension) of each tensor of a layer. All tensors have the same number of planes."""
         shapes = [(planes, kv_heads, num_blocks, block_size, dim) for planes, dim in self.stores]
-        # Views are made once: on CPU one costs about as much as reading a short page.
+        # Views are made once: on CPU, making one costs about as much as reading a short page.
         self._layers = {
             layer: _Pages.of([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]) for layer in layers
         }
@@ -92,7 +94,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         index: int = 0,
     ) -> KVCache:
-        """The pages of the rank that holds `own`, for its layers of kind `index`."""
+        """Allocate the pages of the rank that holds `own`, for its layers of kind `index`."""
         kind, kv_heads = spec.kinds[index], own.heads[index][1]
         layers = [layer for layer in own.layers if spec.kind_of(layer) == index]
         sizes = (layers, len(kv_heads), num_blocks, block_size, kind.key_dim)
@@ -105,60 +107,61 @@ class KVCache:
 
     @property
     def parts(self) -> Mapping[int, KVCache]:
-        """As `KVCaches.parts`: this one alone."""
+        """This cache by its kind, in the form of `KVCaches.parts`."""
         return {self.kind: self}
 
     def pages(self, layer: int) -> Tensor:
-        """K and V of a layer: [planes, kv_heads, num_blocks, block_size, head_dim], contiguous.
+        """Return K and V of a layer: [planes, kv_heads, num_blocks, block_size, head_dim], contiguous.
 
-        Raises `ValueError` where they differ in size: `keys` and `values` are two tensors then.
+        Raises `ValueError` if they differ in size: `keys` and `values` are then two tensors.
         """
         if len(self.stores) > 1:
             raise ValueError(f"keys of {self.head_dim} and values of {self.value_dim} are not one tensor: see keys and values")
         return self._layers[layer].stores[0]
 
     def keys(self, layer: int) -> Tensor:
-        """[kv_heads, num_blocks, block_size, head_dim], contiguous; every head a contiguous slice."""
+        """Return the keys of a layer, [kv_heads, num_blocks, block_size, head_dim], contiguous; so is every head."""
         return self._layers[layer].stores[0][0]
 
     def values(self, layer: int) -> Tensor:
-        """As `keys`, of value_dim."""
+        """Return the values of a layer, [kv_heads, num_blocks, block_size, value_dim], contiguous; so is every head."""
         return self._layers[layer].stores[-1][-1]
 
     def runs(self, layer: int) -> Tensor:
-        """[planes, kv_heads, num_blocks * block_size, head_dim]: pages end to end, indexed by slot. Raises as `pages` does."""
+        """Return K and V by slot, [planes, kv_heads, num_blocks * block_size, head_dim]. Raises `ValueError` as `pages` does."""
         return self.pages(layer).flatten(2, 3)
 
     def plane_runs(self, layer: int) -> tuple[Tensor, ...]:
-        """The same plane by plane, each of its own size: [kv_heads, num_blocks * block_size, dim]."""
+        """Return K and V by slot as separate planes, each of its own size: [kv_heads, num_blocks * block_size, dim]."""
         return self._layers[layer].runs
 
     def flat_pages(self, layer: int) -> tuple[Tensor, ...]:
-        """Of each of `stores` [planes * kv_heads * num_blocks, block_size * dim]: a page a row (see `page_rows`)."""
+        """Return each of `stores` with one page a row, [planes * kv_heads * num_blocks, block_size * dim] (see `page_rows`)."""
         return self._layers[layer].rows
 
     def page_rows(self, block_tables: Tensor) -> Tensor:
-        """Rows of `flat_pages` that hold the blocks [rows, blocks] of every head: [planes * rows * kv_heads * blocks]."""
+        """Return the rows of `flat_pages` with the blocks [rows, blocks] of every head: [planes * rows * kv_heads * blocks]."""
         planes = self.stores[0][0]
         firsts = torch.arange(planes * self.kv_heads, device=block_tables.device) * self.num_blocks
         return (firsts.view(planes, 1, self.kv_heads, 1) + block_tables[None, :, None, :]).reshape(-1)
 
     def paged_views(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V as flash-attention kernels take them: [num_blocks, block_size, kv_heads, dim], strided views."""
+        """Return K and V in the layout of flash-attention kernels: [num_blocks, block_size, kv_heads, dim], strided views."""
         return self.keys(layer).permute(1, 2, 0, 3), self.values(layer).permute(1, 2, 0, 3)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store `k` and `v` [tokens, kv_heads, head_dim] at `slots` [tokens] (slot = block * block_size + offset).
 
-        A cache of latents takes them as `k`, and has no place for `v`.
+        A cache of latents stores `k` and ignores `v`.
         """
         for plane, x in zip(self.plane_runs(layer), (k, v), strict=False):
             plane.index_copy_(1, slots, x.transpose(0, 1))
 
     def write_kv(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """As `write`, of what `joined` makes."""
+        """Store keys and values in the form that `joined` returns."""
         self.write(layer, slots, kv[..., : self.head_dim], kv[..., -self.value_dim :])
 
     def joined(self, keys: Tensor, values: Tensor) -> Tensor:
-        """What is cached of tokens, as one tensor [..., key and value], from each [..., dim]; latents are both at once."""
+        """Join keys and values, each [..., dim], into one tensor [..., key and value]. For latents, return the keys: they are
+        both."""
         return keys if self.planes == 1 else torch.cat((keys, values), -1)

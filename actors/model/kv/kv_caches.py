@@ -1,6 +1,6 @@
-"""The KV cache of one rank: a `KVCache` for each kind of attention that its stage has (`placement.model.attention_kind`).
+"""The KV caches of one rank: a `KVCache` for each attention kind in its stage (`placement.model.attention_kind`).
 
-One block table serves them all: block 7 of a sequence is page 7 in every layer, whatever a page holds there::
+All of them share one block table: block 7 of a sequence is page 7 in every layer, whatever a page of that layer contains::
 
     layers with full attention          | page 0 | page 1 | ...     2 KV heads a page
     layers with a window                | page 0 | page 1 | ...     4 KV heads a page
@@ -18,7 +18,7 @@ from placement.ownership.shard import Shard
 
 
 class KVCaches:
-    """Caches by kind (an index of `ModelSpec.kinds`), all of as many blocks."""
+    """The caches by kind (an index of `ModelSpec.kinds`), all with the same number of blocks."""
 
     def __init__(self, parts: Mapping[int, KVCache]) -> None:
         self.parts = parts
@@ -35,7 +35,7 @@ class KVCaches:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> KVCaches:
-        """Those of the rank that holds `own`."""
+        """Allocate the caches of the rank that holds `own`."""
         kinds = dict.fromkeys(spec.kind_of(layer) for layer in own.layers)
         return cls({kind: KVCache.of(spec, own, num_blocks, block_size, dtype, device, kind) for kind in kinds})
 

@@ -1,4 +1,4 @@
-"""Where a sequence's cached keys and values are read from: a view where its blocks are consecutive, else a gather.
+"""Reading the cached keys and values of a sequence: a view if its blocks are consecutive, else a gather.
 
 block table [4 5 6]      Run      one strided view, nothing copied
 block table [9 2 7]      Gather   one index_select for K, V, every head and every sequence of a bucket
@@ -17,13 +17,13 @@ from actors.model.kv.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Run:
-    """`length` tokens from slot `start` on, lying end to end."""
+    """A run of `length` consecutive tokens, starting at slot `start`."""
 
     start: int
     length: int
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [1, kv_heads, length, its dim]."""
+        """Return K and V, each [1, kv_heads, length, its dim]."""
         runs = cache.plane_runs(layer)
         keys, values = (run.narrow(1, self.start, self.length).unsqueeze(0) for run in (runs[0], runs[-1]))
         return keys, values
@@ -32,8 +32,8 @@ class Run:
 class Gather:
     """Whole blocks of some sequences, of which the tokens ``[first, stop)`` are read.
 
-    All layers of a kind gather into one buffer a step (fresh memory for each layer costs page faults), so what `read` returns
-    holds until the next `read`. Where values have another size than keys they have a buffer of their own.
+    All layers of a kind gather into one buffer a step (new memory for each layer costs page faults), so the result of `read` is
+    valid until the next `read`. If values differ in size from keys, they have a buffer of their own.
     """
 
     def __init__(self, cache: KVCache, block_tables: list[list[int]], first: int, stop: int) -> None:
@@ -51,7 +51,7 @@ class Gather:
         self._found = (tokens[0][0, :, :, first:stop], tokens[-1][-1, :, :, first:stop])
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [sequences, kv_heads, stop - first, its dim]."""
+        """Return K and V, each [sequences, kv_heads, stop - first, its dim]."""
         for stored, pages in zip(cache.flat_pages(layer), self._pages, strict=True):
             torch.index_select(stored, 0, self.rows, out=pages)
         return self._found
@@ -61,7 +61,7 @@ Source = Run | Gather
 
 
 def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Source:
-    """Where the tokens ``[first, stop)`` of one sequence lie; ``first < stop``."""
+    """Return how to read the tokens ``[first, stop)`` of one sequence, where ``first < stop``."""
     size = cache.block_size
     blocks = block_table[first // size : -(-stop // size)]
     skip = first % size
@@ -71,5 +71,5 @@ def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Sou
 
 
 def consecutive(blocks: list[int]) -> bool:
-    """Whether the blocks lie end to end in memory."""
+    """Whether the blocks are adjacent in memory."""
     return all(after == before + 1 for before, after in pairwise(blocks))

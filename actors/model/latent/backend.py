@@ -1,5 +1,4 @@
-"""The seam of latent attention: what its layer asks of whoever holds the latents. `actors.model.attention.backend` for
-latents."""
+"""The interface of a latent attention (MLA) backend: the counterpart of `actors.model.attention.backend` for latents."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from actors.model.step.batch import Batch
 
 
 class LatentBackend(Protocol):
-    """Plans once a step and runs once a layer, as an `AttentionBackend` does; a query sees every position up to its own."""
+    """Plans once a step and runs once a layer, as an `AttentionBackend` does. A query sees every position up to its own."""
 
     name: str
 
     def prepare(self, batch: Batch, cache: KVCache) -> Any:
-        """The plan of a step, shared by all its layers; only this backend reads it."""
+        """Return the plan of a step, which all its layers share. Only this backend reads it."""
 
     def attend(
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: Any, params: AttentionParams
     ) -> Tensor:
         """Write `latents` [tokens, latent_dim] to the cache, then attend from `q` [tokens, heads, query_dim].
 
-        Returns [tokens, heads, value_dim]. Models with latents have no windows, no caps and no sinks: of `params`
-        only the layer and the scale are set.
+        Returns [tokens, heads, value_dim]. Models with latents have no windows, caps or sinks, so only the layer and the scale
+        of `params` are used.
         """

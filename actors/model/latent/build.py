@@ -1,4 +1,4 @@
-"""Makes the attention of one layer with latents around its rows of the shard table."""
+"""Builds the latent attention (MLA) of one layer from the parameters of the shard table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from placement.model.mla_spec import MLASpec
 def latent_attention(
     mla: MLASpec, table: Mapping[str, nn.Parameter], at: str, params: AttentionParams, rope: int, backend: LatentBackend
 ) -> LatentAttention:
-    """The attention of a layer whose weights `table` has under `at`; `rope` is its place among the step's rotations."""
+    """Return the attention of the layer whose weights have the prefix `at` in `table`; `rope` is its index among the step's
+    rotations."""
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(table[f"{at}.{name}.weight"], mla.norm_eps)

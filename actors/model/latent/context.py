@@ -1,7 +1,7 @@
-"""Latent attention where the latents of a sequence lie on several ranks: `actors.model.attention.context.backend`, for latents.
+"""Context-parallel latent attention (MLA): the latents of a sequence lie on several ranks (`actors.model.attention.context`).
 
-What is exchanged is latents, not heads. Own queries attend to fresh latents in the form that is cheaper for their row; cached
-latents are attended to absorbed, for queries of heads whose matrices are elsewhere come to them as well (dcp).
+Latents are exchanged, not heads. A rank's own queries attend to fresh latents in the form that is cheaper for their row. Cached
+latents are attended to in absorbed form, because they also meet queries of heads whose matrices are on other ranks (DCP).
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from actors.model.step.batch import Batch
 
 
 class ContextLatent:
-    """The `LatentBackend` of one rank."""
+    """The context-parallel `LatentBackend` of one rank."""
 
     def __init__(self, context: ContextAttention) -> None:
         self.name = f"latent, {context.name}"
         self._context = context
 
     def prepare(self, batch: Batch, cache: KVCache) -> ContextPlan:
+        """See `LatentBackend.prepare`."""
         return self._context.prepare(batch, cache)
 
     def attend(
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: ContextPlan, params: AttentionParams
     ) -> Tensor:
+        """See `LatentBackend.attend`."""
         naive, absorbed = Naive(heads), Absorbed(heads)
 
         def fresh(row: LocalRow) -> AttentionForm:
@@ -42,7 +44,7 @@ class ContextLatent:
 
 
 def _absorbs(heads: LatentHeads, row: LocalRow) -> bool:
-    """Whether own queries of a row attend to its fresh keys, own and others', at less cost absorbed."""
+    """Whether the absorbed form is cheaper for a row's own queries over its fresh keys, both local and received."""
     queries = sum(map(len, row.spans))
     pairs = sum(len(span) * (span.start - row.start) + len(span) * (len(span) + 1) // 2 for span in row.spans)
     return heads.mla.absorbs(queries, row.count, pairs)

@@ -1,4 +1,4 @@
-"""The two forms of latent attention (`actors.model.attention.context.forms`). What is cached of a token is [1, latent_dim]."""
+"""The two forms of latent attention (`actors.model.attention.context.forms`). The cache stores [1, latent_dim] for each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.model.latent.heads import LatentHeads
 
 @dataclass(frozen=True)
 class Naive:
-    """Every head has keys and values of its own, made from the latents."""
+    """The naive form: latents are expanded into the keys and values of every head."""
 
     heads: LatentHeads
 
@@ -34,7 +34,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class Absorbed:
-    """All heads read the latents themselves: as keys, and as values of which the part that is the shared key is left out."""
+    """The absorbed form: all heads read the latents themselves, both as keys and as values (without the shared key's part)."""
 
     heads: LatentHeads
 

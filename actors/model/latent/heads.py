@@ -1,4 +1,4 @@
-"""From latents to the keys and values of this rank's heads, and the same matrices absorbed into queries and outputs."""
+"""The up-projection of latents to the keys and values of this rank's heads, and its absorption into queries and outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from placement.model.mla_spec import MLASpec
 
 
 class LatentHeads(nn.Module):
-    """This rank's rows of ``kv_b``: of each head ``nope_dim`` rows that make its key, then ``value_dim`` that make its value.
+    """This rank's rows of ``kv_b``: for each head ``nope_dim`` rows that make its key, then ``value_dim`` rows that make its
+    value.
 
     A latent is ``[normed latent: kv_lora_rank | rotated shared key: rope_dim]``, a query ``[nope_dim | rope_dim]``.
     """
@@ -22,9 +23,9 @@ class LatentHeads(nn.Module):
         self.num_heads = weight.shape[0] // (mla.nope_dim + mla.value_dim)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [1, heads, tokens, query_dim], of `latents` [tokens, latent_dim].
+        """Return the keys and values of `latents` [tokens, latent_dim], each [1, heads, tokens, query_dim].
 
-        Values have zeros behind their value_dim: kernels want both alike.
+        Values are padded with zeros after their value_dim, because kernels need keys and values of one size.
         """
         mla = self.mla
         made = linear(latents[:, : mla.kv_lora_rank], self.weight)
@@ -35,15 +36,18 @@ class LatentHeads(nn.Module):
         return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Queries [tokens, heads, query_dim] as long as a latent, whose products with latents are those with its keys."""
+        """Return queries as long as a latent, from `q` [tokens, heads, query_dim].
+
+        Their products with latents equal the products of `q` with the expanded keys.
+        """
         nope, rope = q[..., : self.mla.nope_dim], q[..., self.mla.nope_dim :]
         longer = linear_by_head(nope.transpose(0, 1), self._by_head()[:, : self.mla.nope_dim]).transpose(0, 1)
         return torch.cat((longer, rope), -1)
 
     def lift(self, sums: Tensor) -> Tensor:
-        """Weighted sums of latents [heads, tokens, kv_lora_rank] -> of values [heads, tokens, value_dim]."""
+        """Convert weighted sums of latents [heads, tokens, kv_lora_rank] to sums of values [heads, tokens, value_dim]."""
         return linear_by_head(sums, self._by_head()[:, self.mla.nope_dim :].mT)
 
     def _by_head(self) -> Tensor:
-        """[heads, nope_dim + value_dim, kv_lora_rank]."""
+        """Return the weight as [heads, nope_dim + value_dim, kv_lora_rank]."""
         return self.weight.view(self.num_heads, self.mla.nope_dim + self.mla.value_dim, self.mla.kv_lora_rank)

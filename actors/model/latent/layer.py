@@ -1,11 +1,11 @@
-"""The attention layer of a model with latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""The attention layer of a model with latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     x ──qkv_a──→ queries ([ q_a ] ─norm─ q_b → queries) ───────→ [nope | rope] ─rotated──→ ┐
             └──→ latent ──────────────────────norm─────────────→ ┐                         ├ backend ──→ o ──sum──→ y
             └──→ shared key ──────────────────────────rotated──→ ┴ one latent a token ───→ ┘
                                                                                  (cached)
 
-The cache gets the latent normed and the shared key rotated, so nothing is done again to what is read from it.
+The cache stores the normed latent and the rotated shared key, so that cached latents need neither again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actors.model.step.step import Step
 
 
 class LatentAttention(nn.Module):
-    """Latent attention over this rank's heads; queries come from the hidden states at once."""
+    """Latent attention over this rank's heads, with queries projected directly from the hidden states."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         self.params, self._rope, self._backend = params, rope, backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """What the rank holds of [tokens, hidden], before and after."""
+        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden] in the region."""
         mla = self.kv_b.mla
         first = self.qkv_a(x, step.region)
         queries, latent, shared = first.tensor_split((-mla.latent_dim, -mla.rope_dim), -1)
@@ -49,17 +49,17 @@ class LatentAttention(nn.Module):
         rotated = step.rotations[self._rope](torch.cat((q[..., mla.nope_dim :], shared.unsqueeze(1)), 1))
         q = torch.cat((q[..., : mla.nope_dim], rotated[:, :-1]), -1)
         latents = torch.cat((self.kv_a_norm(latent), rotated[:, -1]), -1)
-        paged = step.paged[0]  # latent attention is of one kind
+        paged = step.paged[0]  # models with latent attention have only one attention kind
         out = self._backend.attend(q, latents, self.kv_b, paged.cache, paged.plan, self.params)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _queries(self, first: Tensor) -> Tensor:
-        """From the part of the first projection that is for queries to those of own heads [tokens, heads * query_dim]."""
+        """Convert the query part of the first projection to the queries of own heads [tokens, heads * query_dim]."""
         return first
 
 
 class LowRankLatentAttention(LatentAttention):
-    """`LatentAttention` whose queries go through a latent of their own, which every rank has whole."""
+    """`LatentAttention` whose queries also go through a latent, which every rank holds in full."""
 
     def __init__(self, *parts: Any, q_a_norm: RMSNorm, q_b: ColumnParallel) -> None:
         super().__init__(*parts)

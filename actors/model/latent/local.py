@@ -1,11 +1,11 @@
-"""Latent attention where a rank holds all positions: each sequence of a step in the form that is cheaper for it.
+"""Latent attention (MLA) on a rank that holds all positions: each sequence uses the form that is cheaper for it.
 
-few new tokens behind many cached ones     absorbed: the device's own paged attention, with one KV head
-many                                       naive: the new tokens among themselves, then the cached ones piece by piece
+few new tokens after many cached ones      absorbed: the device's own paged attention, with one KV head
+many new tokens                            naive: the new tokens among themselves, then the cached ones piece by piece
 
 keys:    cached                            new
         [ piece 0 | piece 1 | piece 2 ]   [ .       ]
-        [ . . . .   . . . .   . .     ]   [ . .     ]      each piece is expanded into keys and values by itself, and
+        [ . . . .   . . . .   . .     ]   [ . .     ]      each piece is expanded into keys and values on its own, and
         [ . . . .   . . . .   . .     ]   [ . . .   ]      merged by log-sum-exp: memory does not grow with the context
 """
 
@@ -30,12 +30,12 @@ from actors.model.step.batch import Batch
 from placement.model.mla_spec import MLASpec
 
 PIECE_TOKENS = 1024
-"""Cached tokens that are expanded at once: for 128 heads of 192, 50 million values of keys and of values."""
+"""Cached tokens that are expanded at a time: for 128 heads of 192, 50 million elements each for keys and values."""
 
 
 @dataclass(frozen=True)
 class NaiveRow:
-    """One sequence in naive form: where its new tokens are in the step, and the pieces of its context."""
+    """One sequence in naive form: the range of its new tokens in the step, and the pieces of its context."""
 
     tokens: slice
     context: Sequence[Source]
@@ -43,7 +43,8 @@ class NaiveRow:
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """A step by form. `tokens` are those of the absorbed sequences, which `absorbed` is the plan of; None: there are none."""
+    """A step, divided by form. `tokens` are those of the absorbed sequences, and `absorbed` is their plan (None if there are
+    none)."""
 
     tokens: slice | Tensor
     absorbed: Any
@@ -53,13 +54,14 @@ class LatentPlan:
 
 
 class LocalLatent:
-    """The `LatentBackend` over a device's paged attention and its kernel for keys at hand."""
+    """The `LatentBackend` on top of a device's paged attention, and of its kernel for local keys."""
 
     def __init__(self, mla: MLASpec, paged: AttentionBackend, kernel: PartialKernel) -> None:
         self.name = f"latent: absorbed by {paged.name}, naive by {kernel.name}"
         self._mla, self._paged, self._kernel = mla, paged, kernel
 
     def prepare(self, batch: Batch, cache: KVCache) -> LatentPlan:
+        """See `LatentBackend.prepare`."""
         sizes = zip(batch.query_lens, batch.context_lens, strict=True)
         absorbed = [row for row, (new, cached) in enumerate(sizes) if self._mla.absorbs_row(new, cached)]
         if len(absorbed) == len(batch.query_lens):
@@ -71,6 +73,7 @@ class LocalLatent:
     def attend(
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: LatentPlan, params: AttentionParams
     ) -> Tensor:
+        """See `LatentBackend.attend`."""
         if not plan.naive:
             return self._absorbed(q, latents, heads, cache, plan, params)
         out = q.new_empty(*q.shape[:2], self._mla.value_dim)

@@ -1,1 +1,1 @@
-"""The layers of a dense transformer, on one rank's slice of the weights."""
+"""The layers of a dense transformer, on one tensor-parallel rank's slice of the weights."""

@@ -1,4 +1,4 @@
-"""One transformer layer, and its attention over grouped heads. Which parts a model has is decided in `actors.model.build`."""
+"""One transformer layer and its grouped-query attention. `actors.model.build` decides which parts a model has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from placement.ownership.shard import Shard
 
 
 class Layer(nn.Module):
-    """One transformer layer. Which of the four norms a model has is decided where it is built; the others do nothing."""
+    """One transformer layer. A norm that the model does not have is the identity, chosen when the layer is built."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Layer(nn.Module):
         self.post_norm, self.mlp, self.mlp_out_norm = post_norm, mlp, mlp_out_norm
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
+        """Return the hidden states after this layer."""
         hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
         return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step))  # type: ignore[no-any-return]
 
@@ -64,7 +65,7 @@ class GroupedAttention(nn.Module):
         self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """What the rank holds of [tokens, hidden], before and after."""
+        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden] in the region."""
         projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
         qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
         qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))
@@ -74,11 +75,11 @@ class GroupedAttention(nn.Module):
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
     def _normed(self, qk: Tensor) -> Tensor:
-        """Query and key heads [tokens, q_heads + kv_heads, head_dim] as they go into the rotation."""
+        """Return query and key heads [tokens, q_heads + kv_heads, head_dim] as they enter the rotation."""
         return qk
 
     def _valued(self, v: Tensor) -> Tensor:
-        """Value heads [tokens, kv_heads, value_dim] as they go into the cache."""
+        """Return value heads [tokens, kv_heads, value_dim] as they are cached."""
         return v
 
     def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ class NormedAttention(GroupedAttention):
 
 
 class WidthNormedAttention(GroupedAttention):
-    """`GroupedAttention` with RMS norms over all query heads and over all key heads, wherever they are (OLMo-2)."""
+    """`GroupedAttention` with RMS norms over all query heads and over all key heads of all ranks (OLMo-2)."""
 
     def __init__(self, spec: ModelSpec, own: Shard, *parts: Any, q_norm: WidthNorm, k_norm: WidthNorm, group: Group) -> None:
         super().__init__(spec, own, *parts)

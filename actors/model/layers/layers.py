@@ -1,10 +1,10 @@
-"""The layers of a dense transformer on one rank's slice of the weights.
+"""Tensor-parallel (TP) layers of a dense transformer, on one rank's slice of the weights.
 
-A layer is handed its parameters and, each step, the region it sits in, and knows nothing else of the world. Column-parallel
-layers split their outputs, row-parallel ones split their inputs and sum over the ranks; the region says how (`regions.py`)::
+A layer receives its parameters and, in each step, its region; it depends on nothing else. Column-parallel layers split their
+outputs, row-parallel ones split their inputs and sum over the ranks. The region implements the collectives (`regions.py`)::
 
-        x ──gather──→ column parallel ──→ [my columns] ──→ row parallel ──→ partial sum ──sum──→ + bias ──→ y
-                       (my rows of W)                     (my columns of W)                      (once)
+        x ──gather──→ column parallel ──→ [own columns] ──→ row parallel ──→ partial sum ──sum──→ + bias ──→ y
+                       (own rows of W)                     (own columns of W)                    (once)
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from actors.model.step.step import Step
 
 
 class ColumnParallel(nn.Module):
-    """Holds some output rows of a matrix: ``[tokens, inputs] -> [tokens, own outputs]``."""
+    """A linear layer that holds some output rows of a matrix: ``[tokens, inputs] -> [tokens, own outputs]``."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
+        """Return this rank's outputs for all tokens."""
         return linear(region.gather(x), self.weight, self.bias)
 
 
 class RowParallel(nn.Module):
-    """Holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the ranks.
+    """A linear layer that holds some input columns of a matrix: ``[tokens, own inputs] -> [tokens, outputs]``, summed over the
+    ranks.
 
-    The bias is added once, after the sum: every rank holds it whole.
+    The bias is added once, after the sum: every rank holds all of it.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -43,6 +45,7 @@ class RowParallel(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
+        """Return this rank's part, in the region, of the sum over the ranks."""
         total = region.sum(linear(x, self.weight))
         return total if self.bias is None else total + self.bias
 
@@ -59,7 +62,8 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(nn.Module):
-    """`RMSNorm` by ``weight + offset``. The sum is taken in fp32: near 1, bf16 would round most of a small weight away."""
+    """`RMSNorm` with the weight ``weight + offset``. The sum is computed in fp32: near 1, bf16 would round most of a small
+    weight away."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -71,11 +75,11 @@ class OffsetRMSNorm(nn.Module):
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-"""By `ModelSpec.activation`."""
+"""The activation functions, by `ModelSpec.activation`."""
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU, or GeGLU (Shazeer 2020, arXiv 2002.05202): ``down(act(gate(x)) * up(x))``, gate and up in one matrix."""
+    """SwiGLU or GeGLU (Shazeer 2020, arXiv 2002.05202): ``down(act(gate(x)) * up(x))``, with gate and up in one matrix."""
 
     def __init__(self, gate_up: ColumnParallel, down: RowParallel, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self._vocab = weight, vocab
 
     def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
-        """`received` is what an earlier stage would have sent; the first stage has none."""
+        """Return the embeddings. `received` is unused: it is the output of an earlier stage, and the first stage has none."""
         own = token_ids - self._vocab.start
         elsewhere = (own < 0) | (own >= len(self._vocab))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
@@ -102,20 +106,21 @@ class VocabularyEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabularyEmbedding):
-    """`VocabularyEmbedding` times a constant, which is first rounded to the weight's type, as Gemma was trained."""
+    """`VocabularyEmbedding` times a constant, which is first rounded to the weight's dtype, as in Gemma's training."""
 
     def __init__(self, weight: nn.Parameter, vocab: range, scale: float) -> None:
         super().__init__(weight, vocab)
         self._scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
+        """See `VocabularyEmbedding.forward`."""
         return super().forward(token_ids, received, region) * self._scale
 
 
 class VocabularyHead(nn.Module):
     """Holds the output rows of the token ids in `vocab`: ``[rows, hidden] -> [rows, len(vocab)]`` fp32 logits.
 
-    Ids past `vocab_size` are padding and get -inf, so that no sampler can choose them.
+    Ids from `vocab_size` on are padding. Their logits are -inf, so that no sampler can choose them.
     """
 
     def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int) -> None:
@@ -124,17 +129,18 @@ class VocabularyHead(nn.Module):
         self._real = min(max(vocab_size - vocab.start, 0), len(vocab))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's vocabulary rows."""
         logits = self._shaped(linear(hidden, self.weight).to(torch.float32))
         logits[:, self._real :] = -torch.inf
         return logits
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """Logits as the sampler is to see them."""
+        """Return the logits as the sampler receives them."""
         return logits
 
 
 class CappedHead(VocabularyHead):
-    """`VocabularyHead` whose logits are bent into ``(-cap, cap)`` (Gemma 2)."""
+    """`VocabularyHead` whose logits are soft-capped to ``(-cap, cap)`` (Gemma 2)."""
 
     def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int, cap: float) -> None:
         super().__init__(weight, vocab, vocab_size)
@@ -145,5 +151,5 @@ class CappedHead(VocabularyHead):
 
 
 def softcap(scores: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(scores / cap)``."""
+    """Return ``cap * tanh(scores / cap)``."""
     return scores.div(cap).tanh_().mul_(cap)

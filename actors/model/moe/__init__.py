@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, dispatch of tokens to expert ranks, the experts, combine."""
+"""Mixture of experts (MoE): the router, dispatch of tokens to expert ranks, the experts, combine."""

@@ -1,6 +1,7 @@
-"""The feed-forward half of a layer with experts.
+"""The feed-forward part of a layer with experts (MoE block).
 
-The path of a step where all of a copy's tokens are on all of its ranks (mode ``sum``; the others: `dispatch.py`)::
+The path of a step in mode ``sum``, in which all tokens of a MoE copy are on all of its ranks (for the other modes see
+`dispatch.py`)::
 
     attention ──partial──→ region.sum ──→ + residual ──→ norm ──→ region.gather ──→ [T, h] on every rank
                                                                                       │
@@ -12,7 +13,7 @@ The path of a step where all of a copy's tokens are on all of its ranks (mode ``
                                                               │
                         residual + ←── [T, h], or own tokens ←── region.sum (once, for both)
 
-So there a layer with experts says on the wire what a dense one says.
+In this mode a layer with experts issues the same collectives as a dense one.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class MixtureOfExperts(nn.Module):
         self.counters = LoadCounters(len(router.weight), router.weight.device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """What the rank holds of [tokens, hidden], before and after."""
+        """Run the block. `x` and the result are this rank's part of [tokens, hidden] in the region."""
         return step.exchange.through(self, x, step.region)
 
     def route(self, x: Tensor, copy_offset: int) -> tuple[Tensor, Tensor]:
-        """See `Mixture`."""
+        """See `Mixture.route`."""
         weights, experts = self.router(x)
         return weights, self.expert_map.slots(experts, copy_offset)
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """See `Mixture`."""
+        """See `Mixture.run`."""
         own = self.expert_map.here(slots)
         tokens = self.experts.tokens(own)
         self.counters.ran(self.expert_map.held, tokens)
@@ -58,19 +59,20 @@ class MixtureOfExperts(nn.Module):
             return self.experts.run(x, weights, own, tokens)
 
     def partial(self, x: Tensor, copy_offset: int) -> Tensor:
-        """See `Mixture`."""
+        """See `Mixture.partial`."""
         return self.run(x, *self.route(x, copy_offset))
 
     def timed_combine(self) -> AbstractContextManager[None]:
+        """See `Mixture.timed_combine`."""
         return self.counters.combine.span()
 
     def begin(self, x: Tensor, region: Region) -> Complete:
-        """See `Mixture`."""
+        """See `Mixture.begin`; without a shared expert nothing is added."""
         return lambda routed: routed
 
 
 class SharedExpert(nn.Module):
-    """A gated MLP that every token goes through: partial sums over this rank's columns."""
+    """A gated MLP that every token goes through. It returns partial sums over this rank's columns."""
 
     def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, gated: Gated) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class SharedExpert(nn.Module):
 
 
 class GatedSharedExpert(SharedExpert):
-    """`SharedExpert` times the sigmoid of a product with the token (Qwen2-MoE); `gate` is [1, hidden]."""
+    """`SharedExpert` times the sigmoid of a projection of the token (Qwen2-MoE); `gate` is [1, hidden]."""
 
     def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, gated: Gated, gate: nn.Parameter) -> None:
         super().__init__(gate_up, down, gated)
@@ -94,7 +96,7 @@ class GatedSharedExpert(SharedExpert):
 
 
 class MixtureWithShared(MixtureOfExperts):
-    """`MixtureOfExperts` with a shared expert, split over tp: its part is added before a sum over tp, where there is one."""
+    """`MixtureOfExperts` with a shared expert that is split over tp. In mode ``sum`` its part is added before the sum over tp."""
 
     def __init__(self, router: Router, experts: Experts, expert_map: LayerExpertMap, shared: SharedExpert) -> None:
         super().__init__(router, experts, expert_map)
@@ -102,9 +104,11 @@ class MixtureWithShared(MixtureOfExperts):
         self._begin = begin_on(router.weight.device)
 
     def partial(self, x: Tensor, copy_offset: int) -> Tensor:
+        """See `Mixture.partial`."""
         return super().partial(x, copy_offset) + self.shared(x)  # type: ignore[no-any-return]
 
     def begin(self, x: Tensor, region: Region) -> Complete:
+        """See `Mixture.begin`."""
         everything = region.gather(x)
         take = self._begin(lambda: self.shared(everything))
         return lambda routed: routed + region.sum(take())

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer with experts, made around its rows of the shard table."""
+"""Builds the MoE block of one layer from the parameters of the shard table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from placement.ownership.shard import Shard
 
 
 def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:
-    """The layer part called `at`; a bias that has no row in `table` is one the model, or this rank, has not."""
+    """Return the MoE block whose weights have the prefix `at`.
+
+    A bias without a row in `table` is one that the model, or this rank, does not have.
+    """
     assert own.expert_map is not None
     gated = gated_by(ACTIVATIONS[spec.activation])
     routed = gated if moe.swiglu_limit is None else clamped_swiglu(moe.swiglu_limit, moe.swiglu_alpha)

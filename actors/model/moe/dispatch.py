@@ -1,24 +1,24 @@
-"""Token dispatch and combine (expert parallelism): one layer's path through a MoE copy, in three modes.
+"""Token dispatch and combine (expert parallelism, all-to-all): the path of one layer through a MoE copy, in three modes.
 
 Four ranks, ``tp=2, cp=2`` (two tp groups) and ``ep=4``, in mode ``a2a``; token c has experts on ranks 1 and 2::
 
                   rank 0          rank 1          rank 2          rank 3
     runs          a b             a b             c d             c d          a tp group runs the same tokens
-    own           a               b               c               d            `tokens.py`: each is of one rank
+    own           a               b               c               d            `tokens.py`: each token is own on one rank
     router        a → 0, 3        b → 1           c → 1, 2        d → 0        slots and weights, fp32
-    counts        ── all_to_all: how many tokens each rank sends to each; only the routers know ──
-    rows          ── all_to_all: a token once to each rank that has experts of it, its slots and weights beside it ──
+    counts        ── all_to_all: number of tokens from each rank to each; only the routers know it ──
+    rows          ── all_to_all: a token once to each rank with one of its experts, with its slots and weights ──
     experts       a d             b c             c               a            own experts, own columns: partial sums
-    results       ── all_to_all: the way back ──
+    results       ── all_to_all: back to the rank that owns the token ──
     own           a0 + a3         b1              c1 + c2         d0           added up in rank order, in fp32
     join          a b             a b             c d             c d          all_gather over tp
 
-With ``moe_tp > 1`` a token goes to all ranks that hold columns of its experts. A rank whose DP rank has no rows in the step
-runs its experts for the others all the same, with no token of its own. In mode ``gather`` all own tokens go to all
-ranks of the copy, which route them alike and run what is theirs, and a reduce_scatter adds up the results where the tokens
-came from. In mode ``sum`` the tp group is the copy: everything is on every rank, so only results are added up.
+With ``moe_tp > 1`` a token is sent to all ranks that hold columns of its experts. A rank whose DP rank has no rows in the step
+still runs its experts for the others, without tokens of its own. In mode ``gather`` all own tokens are gathered on all ranks of
+the copy, which route them identically and run their own experts, and a reduce_scatter sums the results for the ranks that own
+the tokens. In mode ``sum`` the tp group is the copy: everything is on every rank, so only results are summed.
 
-Which mode a step takes is said in `placement.cost.expert_modes`. The shared expert is split over tp, and stays out of it.
+`placement.cost.expert_modes` determines the mode of a step. The shared expert is split over tp and is not part of the dispatch.
 """
 
 from __future__ import annotations
@@ -41,53 +41,61 @@ class TokenDispatcher(Protocol):
     """Dispatches a rank's own tokens to the ranks of their experts, and combines the results."""
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
-        """[own, hidden] -> [own, hidden]. A collective of the copy."""
+        """Return the routed sums of own tokens: [own, hidden] -> [own, hidden]. A collective of the MoE copy."""
 
 
 class SumExchange:
-    """Every rank of the copy holds all its tokens. One that has none is in a copy that has none."""
+    """Mode ``sum``: every rank of the copy holds all its tokens. If one rank has none, the whole copy has none."""
 
     def __init__(self, copy_offset: int) -> None:
         self._copy_offset = copy_offset
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
+        """See `Exchange.through`."""
         partial = mixture.partial(region.gather(x), self._copy_offset)
         with mixture.timed_combine():
             return region.sum(partial)
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
-        """Nothing."""
+        """Do nothing: the copy has no tokens."""
 
 
 class DispatchExchange:
-    """Dispatches each token from the rank whose own it is."""
+    """Modes ``gather`` and ``a2a``: each token is dispatched from the rank that owns it."""
 
     def __init__(self, own: OwnTokens, dispatcher: TokenDispatcher) -> None:
         self._own, self._dispatcher = own, dispatcher
 
     def through(self, mixture: Mixture, x: Tensor, region: Region) -> Tensor:
+        """See `Exchange.through`."""
         complete = mixture.begin(x, region)
         routed = self._dispatcher.dispatch_and_combine(mixture, self._own.take(x, region))
         return complete(self._own.join(routed, region))
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
+        """See `Exchange.serve`."""
         self._dispatcher.dispatch_and_combine(mixture, none)
 
 
 class IdleDispatcher:
-    """For a copy without tokens in the step: no collective is issued."""
+    """The dispatcher of a copy without tokens in the step. It issues no collectives."""
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
+        """See `TokenDispatcher.dispatch_and_combine`."""
         return own
 
 
 class AllGatherDispatcher:
-    """All own tokens of the copy to every rank of it; `sizes` are those of each, `copy_offset` that of the first."""
+    """Mode ``gather``: all own tokens are gathered on every rank of the copy.
+
+    `sizes` are the numbers of own tokens of each rank; `copy_offset` is the offset of the copy's first token.
+    """
 
     def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int) -> None:
         self._copy, self._sizes, self._copy_offset = copy, sizes, copy_offset
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
+        """See `TokenDispatcher.dispatch_and_combine`."""
         tokens = self._copy.all_gather(own, self._sizes)
         partial = mixture.run(tokens, *mixture.route(tokens, self._copy_offset))
         with mixture.timed_combine():
@@ -95,14 +103,15 @@ class AllGatherDispatcher:
 
 
 class AllToAllDispatcher:
-    """A token once to each rank that has something of its experts."""
+    """Mode ``a2a``: a token is sent once to each rank that holds columns of one of its experts."""
 
     def __init__(self, copy: Group, sizes: Sequence[int], copy_offset: int, ends: Tensor, moe_tp: int) -> None:
-        """`ends` [ep] int64: one past the last slot of each ep rank; ep rank i is `moe_tp` ranks of `copy`, in order."""
+        """`ends` [ep] int64 holds one past the last slot of each ep rank; ep rank i is `moe_tp` consecutive ranks of `copy`."""
         self._copy, self._ends, self._moe_tp = copy, ends, moe_tp
         self._copy_offset = copy_offset + sum(sizes[: copy.rank])
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
+        """See `TokenDispatcher.dispatch_and_combine`."""
         weights, slots = mixture.route(own, self._copy_offset)
         sent_to = self._destinations(slots)
         send, receive = self.counts(sent_to)
@@ -114,46 +123,47 @@ class AllToAllDispatcher:
         return _added_up(back, token, send, own)
 
     def counts(self, sent_to: Tensor) -> tuple[list[int], list[int]]:
-        """Rows that this rank sends to each rank of the copy, and receives from each."""
+        """Return the numbers of rows that this rank sends to each rank of the copy, and receives from each."""
         ones = [1] * self._copy.size
         send = sent_to.sum(0)
         send_list, receive = torch.stack((send, self._copy.all_to_all(send, ones, ones))).tolist()
         return send_list, receive
 
     def _destinations(self, slots: Tensor) -> Tensor:
-        """[tokens, ranks of the copy]: whether a token is sent there."""
+        """Return [tokens, ranks of the copy] bool: whether a token is sent to a rank."""
         on_ep_rank = torch.zeros(slots.shape[0], len(self._ends), dtype=torch.bool, device=slots.device)
         on_ep_rank.scatter_(1, torch.bucketize(slots, self._ends, right=True), True)
         return on_ep_rank.repeat_interleave(self._moe_tp, 1)
 
 
 def _sorted_by_rank(sent_to: Tensor) -> Tensor:
-    """Tokens in the order they are sent: those to rank 0, those to rank 1, ..., then entries of no meaning."""
+    """Return tokens in the order they are sent: those to rank 0, those to rank 1, ..., followed by meaningless entries."""
     tokens, ranks = sent_to.shape
     order = sent_to.T.flatten().to(torch.uint8).sort(stable=True, descending=True).indices
     return torch.arange(tokens, device=sent_to.device).repeat(ranks)[order]
 
 
 def _pack(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """[tokens, bytes] uint8: hidden states, weights (fp32) and slots (int32), so that one message carries all."""
+    """Return [tokens, bytes] uint8: hidden states, weights (fp32) and slots (int32), so that one message carries all three."""
     parts = (x, weights, slots.to(torch.int32))
     return torch.cat([_in_rows(part).view(torch.uint8) for part in parts], 1)
 
 
 def _in_rows(part: Tensor) -> Tensor:
-    """The same with the strides of its shape, which `contiguous` does not give what has no rows or one column."""
+    """Return a copy with standard strides. `contiguous` does not normalise the strides of a tensor with no rows or one column."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _unpack(rows: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `_pack`; hidden states are like those of `like`."""
+    """Return the hidden states, weights and slots of packed rows: the inverse of `_pack`. Hidden states have the dtype and
+    width of `like`."""
     sizes = [like.shape[1] * like.itemsize, _WEIGHT_BYTES * top_k, _WEIGHT_BYTES * top_k]
     x, weights, slots = (_in_rows(part) for part in torch.split(rows, sizes, 1))
     return x.view(like.dtype), weights.view(torch.float32), slots.view(torch.int32).to(torch.int64)
 
 
 def _added_up(back: Tensor, token: Tensor, send: Sequence[int], like: Tensor) -> Tensor:
-    """[tokens, hidden]: the parts of each token, rank after rank, in fp32. A rank sends back one row a token."""
+    """Return [tokens, hidden]: the sum of each token's parts in rank order, in fp32. A rank returns one row a token."""
     total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     for part, of_rank in zip(torch.split(back, list(send)), torch.split(token, list(send)), strict=True):
         total[of_rank] += part

@@ -1,4 +1,4 @@
-"""Which exchange the layers of a step use."""
+"""Selects the token dispatch (exchange) of the MoE layers in each step."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
-        """The one of a step whose rows have so many new tokens on each DP rank; `copy_offset` is that of its first token."""
+        """Return the exchange of a step with these new tokens on each DP rank; `copy_offset` is the offset of its first token."""
 
 
 class OnlySums:
-    """For models without experts, and ranks that all hold all tokens."""
+    """For models without experts, and for ranks that all hold all tokens: always mode ``sum``."""
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
+        """See `Exchanges.of`."""
         return SumExchange(copy_offset)
 
 
 class ExchangesByRule:
-    """By the rule of `placement.cost.expert_modes`, which every rank finds in the plan."""
+    """Selects the mode by the rule of `placement.cost.expert_modes`, which all ranks evaluate on the same step plan."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ExchangesByRule:
         element_bytes: int,
         device: torch.device,
     ) -> None:
-        """`element_bytes`: of one value of a hidden state."""
+        """`element_bytes` is the size of one element of a hidden state."""
         assert spec.moe is not None
         layout = identity.layout
         self._spec, self._layout, self._element_bytes, self._device = spec, layout, element_bytes, device
@@ -63,6 +64,7 @@ class ExchangesByRule:
         self._ends = torch.tensor([slots.stop for slots in map_of(spec.moe, layout).ranges], dtype=torch.int64, device=device)
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
+        """See `Exchanges.of`."""
         mode = expert_modes.mode(self._spec, self._layout, new_lens_across_dp, self._element_bytes)
         if mode == "sum":
             return SumExchange(copy_offset)
@@ -85,7 +87,7 @@ class ExchangesByRule:
 def exchanges(
     spec: ModelSpec, identity: RankIdentity, groups: Mapping[str, Group], element_bytes: int, device: torch.device
 ) -> Exchanges:
-    """Those of one rank; `groups` along the axes of `placement.layout.mesh.talking_axes`."""
+    """Return the exchanges of one rank. `groups` are those along the axes of `placement.layout.mesh.talking_axes`."""
     if spec.moe is None:
         return OnlySums()
     return ExchangesByRule(spec, identity, groups, element_bytes, device)

@@ -1,11 +1,11 @@
-"""The experts of one rank as the engine sees them: it asks for their load, and rebalances them (EPLB).
+"""The expert weight mover of one rank: it reports expert load to the engine, and moves expert weights to rebalance it (EPLB).
 
-A move of one layer, rank 0's part in a copy of three ranks (own slots 0 and 1, and a plan's transfers 0→2, 5→1, 1→0)::
+A move of one layer, as rank 0 does it in a copy of three ranks (own slots 0 and 1; the plan's transfers are 0→2, 5→1, 1→0)::
 
-    read      slot 0 ─→ to rank 1      slot 1 ─→ aside          everything is read before anything is written
+    read      slot 0 ─→ to rank 1      slot 1 ─→ buffer         everything is read before anything is written
     wire      all_to_all: bytes to each rank, known from the plan
-    write     slot 1 ←─ from rank 2    slot 0 ←─ from aside
-    map       tokens of this step go by the new one, on all ranks
+    write     slot 1 ←─ from rank 2    slot 0 ←─ from buffer
+    map       the tokens of this step use the new map, on all ranks
 
 With ``moe_tp > 1`` each rank exchanges its columns with the ranks that hold the same columns.
 """
@@ -30,7 +30,8 @@ class ExpertWeightMover:
     def __init__(
         self, mixtures: Mapping[int, MixtureOfExperts], copy: Group, placed: ExpertMap, moe_tp: int, world_rank: int
     ) -> None:
-        """`mixtures` by layer; `copy`: the ranks of a MoE copy, `moe_tp` for each rank of `placed`."""
+        """`mixtures` are the MoE blocks by layer; `copy` is the group of a MoE copy, with `moe_tp` ranks for each ep rank of
+        `placed`."""
         self._mixtures, self._copy, self._placed, self._world_rank = mixtures, copy, placed, world_rank
         self._ep, self._column = divmod(copy.rank, moe_tp)
         self._moe_tp = moe_tp
@@ -48,7 +49,7 @@ class ExpertWeightMover:
             self._move_s += time.perf_counter() - began
 
     def report(self, step: int) -> ExpertReport:
-        """What was done since the last report."""
+        """Return the load and the moves since the last report."""
         counted = {layer: mixture.counters.take() for layer, mixture in self._mixtures.items()}
         layers = [
             LayerReport(layer=layer, tokens=one.tokens, expert_s=one.expert_s, combine_s=one.combine_s)
@@ -89,7 +90,7 @@ class ExpertWeightMover:
     def _exchange(
         self, leaving: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]], taken: Mapping[int, Tensor], size: int
     ) -> Sequence[Tensor]:
-        """The experts that come, in the order of the ranks they come from."""
+        """Exchange experts with the other ranks. Returns the received ones, in the order of the ranks they come from."""
         leaving = self._by_rank(leaving, 1)
         send, receive = self._counts(leaving, 1, size), self._counts(coming, 0, size)
         device = next(iter(self._mixtures.values())).experts.down.device
@@ -98,11 +99,11 @@ class ExpertWeightMover:
         return torch.split(self._copy.all_to_all(torch.cat(rows), send, receive), size)[: len(coming)]
 
     def _by_rank(self, transfers: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-        """In the order of the ranks at one end (0: sources, 1: targets), and of the plan among those of a rank."""
+        """Sort transfers by the rank at one end (0: source, 1: target), keeping the order of the plan for each rank."""
         return sorted(transfers, key=lambda slots: self._placed.rank_of(slots[end]))
 
     def _counts(self, transfers: Sequence[tuple[int, int]], end: int, size: int) -> list[int]:
-        """Bytes exchanged with each rank of the copy: only with those that hold the same columns."""
+        """Return the bytes exchanged with each rank of the copy. Only ranks that hold the same columns exchange any."""
         counts = [0] * self._copy.size
         for slots in transfers:
             counts[self._placed.rank_of(slots[end]) * self._moe_tp + self._column] += size
@@ -110,13 +111,13 @@ class ExpertWeightMover:
 
 
 class NoExperts:
-    """Stands where a model has none."""
+    """Replaces the mover for a model without experts."""
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
-        """Nothing to move."""
+        """Check that there is nothing to move. Raises `ValueError` if a plan has moves."""
         if moves:
             raise ValueError(f"a plan moves experts of layers {[move.layer for move in moves]}, but the model has none")
 
     def report(self, step: int) -> ExpertReport | None:
-        """Nothing to report."""
+        """Return None: there is nothing to report."""
         return None

@@ -1,11 +1,11 @@
-"""The experts a rank holds, over the tokens it is given.
+"""The experts of a rank (grouped GEMM), and their partial sums over the tokens routed to them.
 
     tokens [T, h] ──rows of each expert together──→ [rows, h] ──gate_up──→ gate, up ──act──→ [rows, c] ──down──→ [rows, h]
                                                                                                           × weight │
     partial sums [T, h] ←──────────── each token's rows added up in the order of its experts ──────────────────────┘
 
-A token may have experts that are not here: their slot is `absent`, and they add nothing. So the result is a partial sum,
-over this rank's experts and this rank's columns of them; whoever put the experts where they are adds the sums up.
+A token may have experts on other ranks: their slot is `absent`, and they add nothing. The result is therefore a partial sum
+over this rank's experts and its columns of them; the caller sums over the ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.nn import functional as F
 from actors.model.kernels.grouped import grouped_linear
 
 Gated = Callable[[Tensor, Tensor], Tensor]
-"""(gate, up) -> what goes into the down projection. May reuse their memory."""
+"""A function (gate, up) -> input of the down projection. It may reuse their memory."""
 
 
 def gated_by(activation: Callable[[Tensor], Tensor]) -> Gated:
-    """``activation(gate) * up``."""
+    """Return the function ``activation(gate) * up``."""
     return lambda gate, up: activation(gate).mul_(up)
 
 
 def clamped_swiglu(limit: float, alpha: float) -> Gated:
-    """``(up + 1) * gate * sigmoid(alpha * gate)`` with gate at most `limit` and up within it (gpt-oss)."""
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate at most `limit` and up in ``[-limit, limit]`` (gpt-oss)."""
 
     def apply(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=limit)
@@ -52,14 +52,15 @@ class Experts(nn.Module):
         self.gate_up, self.down, self.gate_up_bias, self.down_bias = gate_up, down, gate_up_bias, down_bias
         self._gated = gated
         self.absent = gate_up.shape[0]
-        """Stands for the slot of an expert that is elsewhere."""
+        """The slot number that marks an expert on another rank."""
 
     def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens, top_k]."""
+        """Return partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens,
+        top_k]."""
         return self.run(x, weights, slots, self.tokens(slots))
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """`forward`, where it is known how many tokens each slot runs."""
+        """Do the same as `forward`, given the number of tokens of each slot (`tokens`)."""
         flat = slots.flatten()
         order = flat.sort(stable=True).indices
         ends = tokens.cumsum(0)
@@ -68,7 +69,7 @@ class Experts(nn.Module):
         return _added_up(rows, here, weights).to(x.dtype)
 
     def tokens(self, slots: Tensor) -> Tensor:
-        """How many tokens each slot runs [slots]."""
+        """Return the number of tokens routed to each slot, [slots]."""
         return torch.bincount(slots.flatten(), minlength=self.absent + 1)[: self.absent]
 
     @property
@@ -77,17 +78,17 @@ class Experts(nn.Module):
         return sum(weight[0].nbytes for weight in self.parameters())
 
     def packed(self, slot: int) -> Tensor:
-        """The weights in a slot as bytes [slot_bytes] uint8: a copy."""
+        """Return a copy of the weights in a slot, as bytes [slot_bytes] uint8."""
         return torch.cat([weight[slot].reshape(-1).view(torch.uint8) for weight in self.parameters()])
 
     def put(self, slot: int, packed: Tensor) -> None:
-        """The inverse of `packed`: fill a slot."""
+        """Fill a slot from packed weights: the inverse of `packed`."""
         parts = torch.split(packed, [weight[slot].nbytes for weight in self.parameters()])
         for weight, part in zip(self.parameters(), parts, strict=True):
             weight[slot].view(-1).view(torch.uint8).copy_(part)
 
     def _run(self, x: Tensor, slots: Tensor, ends: Tensor) -> Tensor:
-        """[rows, hidden] from rows that are sorted by slot."""
+        """Return [rows, hidden] from rows that are sorted by slot."""
         gate, up = _plus(grouped_linear(x, self.gate_up, ends), self.gate_up_bias, slots).chunk(2, -1)
         return _plus(grouped_linear(self._gated(gate, up), self.down, ends), self.down_bias, slots)
 
@@ -97,16 +98,16 @@ def _plus(rows: Tensor, bias: Tensor | None, slots: Tensor) -> Tensor:
 
 
 def _added_up(rows: Tensor, here: Tensor, weights: Tensor) -> Tensor:
-    """[tokens, hidden] fp32: each token's rows times their weights, added one after the other.
+    """Return [tokens, hidden] fp32: the sum of each token's rows times their weights, in the order of its experts.
 
-    `here`: which entry of `weights`, flattened, each row belongs to. Entries without a row add nothing.
+    `here` holds, for each row, its index in the flattened `weights`. Entries without a row add nothing.
     """
     tokens, top_k = weights.shape
     place = torch.full((tokens * top_k,), rows.shape[0], device=rows.device)
     place[here] = torch.arange(rows.shape[0], device=rows.device)
     place = place.view(tokens, top_k)
     if rows.shape[0] < place.numel():
-        rows = F.pad(rows, (0, 0, 0, 1))  # the row of nothing
+        rows = F.pad(rows, (0, 0, 0, 1))  # a row of zeros for entries without a row
     total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
     for at in range(top_k):
         total += rows[place[:, at]] * weights[:, at, None]

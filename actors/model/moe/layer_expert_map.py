@@ -1,14 +1,15 @@
-"""Which slot runs each expert of each token in one layer, and which of the slots are here (`placement.experts.expert_map`).
+"""The logical-to-physical expert map of one layer on one rank (EPLB): from experts to slots, and to own slots.
 
-Ten experts and two redundant ones in three slots on each of four ranks; this is rank 3::
+`placement.experts.expert_map` defines slots. Ten experts and two redundant ones in three slots on each of four ranks, as seen
+by rank 3::
 
     slots      0 1 2 | 3 4 5 | 6 7 8 | 9 10 11        holders of expert 0: 0, 9      copies 2
     experts    0 1 2 | 3 4 5 | 6 7 8 | 9  0  1        holders of expert 9: 9         copies 1
                                        └ own
 
-Tokens go round robin over the copies of an expert: a token's offset is that of the step (`StepPlan.copy_offset`) and its own
-number among those of the copy, so every rank finds it in the plan, and a lone sequence uses all copies too. Copies are equal:
-what comes out does not depend on offsets.
+Tokens are assigned round robin to the copies of an expert. A token's offset is the step's offset (`StepPlan.copy_offset`) plus
+its index among the tokens of the copy, so every rank derives it from the plan, and even a single sequence uses all copies.
+Copies are identical: results do not depend on offsets.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class LayerExpertMap:
     """The logical-to-physical expert map of one layer as tensors, seen from one rank."""
 
     held: Tensor
-    """[own slots] int64: the expert in each."""
+    """[own slots] int64: the expert in each own slot."""
 
     def __init__(self, experts: Sequence[int], own: range, device: torch.device) -> None:
-        """`experts`: the one in every slot of the copy; `own`: the slots of this rank."""
+        """`experts` is the expert in every slot of the copy; `own` are the slots of this rank."""
         self._own, self._device = own, device
         self.change(experts)
 
     def change(self, experts: Sequence[int]) -> None:
-        """Follow another map from now on."""
+        """Use another map from now on."""
         holders: list[list[int]] = [[] for _ in range(max(experts) + 1)]
         for slot, expert in enumerate(experts):
             holders[expert].append(slot)
@@ -42,13 +43,13 @@ class LayerExpertMap:
         self._num_copies = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
 
     def slots(self, experts: Tensor, copy_offset: int) -> Tensor:
-        """[tokens, top_k]: the slot that runs each; `copy_offset` is that of the first token."""
+        """Return [tokens, top_k]: the slot that runs each expert. `copy_offset` is the offset of the first token."""
         if self._table.shape[1] == 1:
             return self._table[experts, 0]
         token = torch.arange(copy_offset, copy_offset + len(experts), device=self._device)[:, None]
         return self._table[experts, token % self._num_copies[experts]]
 
     def here(self, slots: Tensor) -> Tensor:
-        """Own slots counted from 0; those of other ranks are one past the last."""
+        """Return own slots, counted from 0. Slots of other ranks become one past the last own slot."""
         own = slots - self._own.start
         return torch.where((own >= 0) & (own < len(self._own)), own, len(self._own))

@@ -1,10 +1,10 @@
-"""What the experts of a layer did on this rank since they were last asked: tokens of each, and seconds.
+"""Expert load counters of one layer on one rank (EPLB): tokens of each expert, and seconds.
 
     fast rank   [   experts    ][ combine: waits for the slow one | results ]
     slow rank   [   experts                                       ][ results ]
 
-A token is counted where an expert ran it; steps have no padding that could be. On CUDA seconds are those between events on the
-stream, read when they are asked for, so that no step waits for them.
+A token is counted where an expert ran it; steps have no padding tokens. On CUDA seconds are measured between events on the
+stream and read only in `take`, so that no step waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer's experts did: tokens run here by expert of the layer, seconds of their maths and of the combine."""
+    """The load of one layer on this rank: tokens run by each expert of the layer, seconds of the experts and of the combine."""
 
     tokens: list[int]
     expert_s: float
@@ -36,11 +36,11 @@ class LoadCounters:
         self.experts, self.combine = clock(), clock()
 
     def ran(self, held: Tensor, tokens: Tensor) -> None:
-        """The slots of this rank, which hold the experts `held` [slots], ran so many `tokens` [slots]."""
+        """Count the `tokens` [slots] that this rank's slots, holding the experts `held` [slots], have run."""
         self._tokens.index_add_(0, held, tokens)
 
     def take(self) -> LayerLoad:
-        """Everything since the last time."""
+        """Return the load since the last call, and reset the counters."""
         load = LayerLoad(self._tokens.tolist(), self.experts.take(), self.combine.take())
         self._tokens.zero_()
         return load
@@ -54,13 +54,13 @@ class HostTime:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Counts what is done inside."""
+        """Return a context manager that counts the time spent inside it."""
         began = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - began
 
     def take(self) -> float:
-        """The seconds since the last time."""
+        """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -73,7 +73,7 @@ class CudaTime:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Counts what is queued inside."""
+        """Return a context manager that counts the device time of the work queued inside it."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         yield
@@ -81,7 +81,7 @@ class CudaTime:
         self._spans.append((began, ended))
 
     def take(self) -> float:
-        """The seconds since the last time. Waits for the device to come to the last span's end."""
+        """Return the seconds since the last call. Waits until the device has reached the end of the last span."""
         spans, self._spans = self._spans, []
         if spans:
             spans[-1][1].synchronize()

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and with what weights.
+"""The MoE router: selects the experts of each token, and their weights.
 
-Everything is fp32, on every rank alike: a rank that rounded otherwise would send a token elsewhere.
+All computation is in fp32 and identical on every rank: a rank with different rounding would send a token to other experts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from actors.model.kernels.linear import linear
 from placement.model.moe_spec import MoESpec
 
 _TINY = 1e-20
-"""Added to what weights are divided by, as in the published models. In fp32 it changes no sum but one of nothing."""
+"""Added to the divisor of the weights, as in the published models. In fp32 it changes no sum except zero."""
 
 
 class Router(nn.Module):
-    """``[tokens, hidden] -> weights [tokens, top_k] fp32, experts [tokens, top_k]``; a token's experts are in ascending order.
+    """Routes ``[tokens, hidden]`` to weights [tokens, top_k] fp32 and experts [tokens, top_k], the latter in ascending order.
 
-    Among equal scores the lowest id is chosen.
+    Among equal scores the lowest expert id is chosen.
     """
 
     def __init__(
@@ -30,24 +30,25 @@ class Router(nn.Module):
         self._moe = moe
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and experts of each token."""
         scores = self.scores(x)
         experts = self.choose(scores)
         return self._weights(scores.gather(1, experts)), experts
 
     def scores(self, x: Tensor) -> Tensor:
-        """[tokens, num_experts] fp32."""
+        """Return the scores [tokens, num_experts] fp32."""
         logits = linear(x.to(torch.float32), self.weight, self.bias)
         return logits.softmax(-1) if self._moe.scoring == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token, [tokens, top_k]."""
+        """Return the experts of each token, [tokens, top_k]."""
         worth = scores if self.choice_bias is None else scores + self.choice_bias
         if self._moe.top_groups < self._moe.groups:
             worth = self._in_best_groups(worth)
         return _largest(worth, self._moe.top_k).sort(-1).values
 
     def _in_best_groups(self, worth: Tensor) -> Tensor:
-        """-inf outside the token's best groups."""
+        """Return the scores with -inf outside the token's best groups."""
         moe = self._moe
         groups = worth.view(-1, moe.groups, moe.group_size)
         of_group = groups.amax(-1) if moe.group_score == "best" else groups.topk(2, -1).values.sum(-1)
@@ -61,5 +62,6 @@ class Router(nn.Module):
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of each row; the lowest among equals, which `topk` does not promise."""
+    """Return the indices of the `count` largest values of each row. Among equals the lowest index comes first, which `topk`
+    does not guarantee."""
     return values.sort(stable=True, dim=-1, descending=True).indices[:, :count]

@@ -1,9 +1,9 @@
-"""What is computed while tokens are on their way to experts: the shared expert, which every token goes through at home.
+"""Overlapping the shared expert, which every token goes through on its own rank, with token dispatch and combine.
 
     main stream   take ──→ dispatch ──→ experts ──→ combine ──→ join ──→ + sum over tp
     side stream        └─→ gate_up → act → down ───────────────────────↗
 
-On CUDA that is another stream. A CPU rank has one thread, whose collectives wait by running it: there it is computed first.
+On CUDA it runs on a second stream. A CPU rank has one thread, which also runs its collectives, so there it is computed first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 Take = Callable[[], Tensor]
-"""Gives the result, once."""
+"""A function that returns the result; call it once."""
 Begin = Callable[[Callable[[], Tensor]], Take]
 
 
 def begin_on(device: torch.device) -> Begin:
-    """How a device begins something that is wanted later."""
+    """Return the function with which a device begins a computation whose result is needed later."""
     return _OnStream(device) if device.type == "cuda" else _at_once
 
 
@@ -29,7 +29,7 @@ def _at_once(run: Callable[[], Tensor]) -> Take:
 
 
 class _OnStream:
-    """A stream of its own, which sees what was queued before, and is waited for where the result is taken."""
+    """A second CUDA stream. It waits for the work queued before, and taking the result waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

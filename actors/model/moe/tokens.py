@@ -1,6 +1,6 @@
-"""The tokens that a rank contributes to the experts as its own, and how their results come back to where they are needed.
+"""The own tokens of a rank in token dispatch (expert parallelism), and how their results return to the ranks that need them.
 
-Which tokens these are is said in `placement.ownership.expert_tokens`.
+`placement.ownership.expert_tokens` defines which tokens are a rank's own.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from placement.ownership import expert_tokens
 
 
 class OwnTokens(Protocol):
-    """The tokens of one rank in one step. `hidden` is what it holds in the region."""
+    """The own tokens of one rank in one step. `hidden` is this rank's part of the hidden states in the region."""
 
     def take(self, hidden: Tensor, region: Region) -> Tensor:
-        """The rank's own tokens [own, hidden]."""
+        """Return the rank's own tokens [own, hidden]."""
 
     def join(self, own: Tensor, region: Region) -> Tensor:
-        """From each rank's results for its own tokens to what this rank holds in the region."""
+        """Return this rank's part of the hidden states in the region, from the results of all ranks for their own tokens."""
 
 
 class TokensOfRegion:
-    """Those that the region gives the rank anyway: nobody else runs any of the tp group's tokens."""
+    """The own tokens of the region itself: no other rank runs any of the tp group's tokens."""
 
     def take(self, hidden: Tensor, region: Region) -> Tensor:
+        """See `OwnTokens.take`."""
         return region.slice(hidden)
 
     def join(self, own: Tensor, region: Region) -> Tensor:
+        """See `OwnTokens.join`."""
         return region.join(own)
 
 
 class PartitionedTokens:
-    """Some tokens are run by all ranks of `cp`: these are split over them, and then with the others over `tp`."""
+    """Own tokens if all ranks of `cp` run some of the tokens: these are partitioned over cp, and then with the others over
+    `tp`."""
 
     def __init__(self, tp: Group, cp: Group, new_lens: Sequence[int], device: torch.device) -> None:
         single, common = expert_tokens.places(new_lens, cp.size, cp.rank)
@@ -54,9 +57,11 @@ class PartitionedTokens:
         self._num_single = len(single)
 
     def take(self, hidden: Tensor, region: Region) -> Tensor:
+        """See `OwnTokens.take`."""
         return region.gather(hidden)[self._own]
 
     def join(self, own: Tensor, region: Region) -> Tensor:
+        """See `OwnTokens.join`."""
         of_group = self._tp.all_gather(own, self._tp_sizes)
         common = self._cp.all_gather(of_group[self._num_single :], self._cp_sizes)
         whole = own.new_empty(len(self._order), own.shape[1])

@@ -1,1 +1,1 @@
-"""What the layers of one step share: the batch, rotary embeddings, sequence-parallel regions."""
+"""State that the layers of one step share: the batch, rotary embeddings, sequence-parallel regions."""

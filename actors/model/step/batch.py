@@ -1,4 +1,4 @@
-"""One step as tensors: what the decoder and the attention backends are given, as an argument, every step."""
+"""The batch of one step as tensors: the input of the decoder and of the attention backends."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ _Value = TypeVar("_Value")
 class Batch:
     """The tokens of one step, sequence after sequence.
 
-    Two sequences, one prefilling 3 tokens after 16 cached ones, one decoding, blocks of 16 tokens::
+    Example: two sequences, one prefilling 3 tokens after 16 cached ones, one decoding, with blocks of 16 tokens::
 
         tokens         [ a16 a17 a18 | b5 ]
         positions      [  16  17  18 |  5 ]
         query_lens     [3, 1]      context_lens  [16, 5]      block_tables [[7, 2], [4]]
         slots          [ 32  33  34 | 69 ]                    slot = block * 16 + offset in the block
 
-    With context parallelism (`placement.ownership.context`) it is what one rank runs and holds of them: of a row that is split
-    over the cp ranks its own tokens, of every block table its own blocks. `new_lens` then are the whole rows.
+    Under context parallelism (`placement.ownership.context`) a batch holds the part of one rank: its own tokens of a row that
+    is split over the cp ranks, and its own blocks of every block table. `new_lens` then counts the whole rows.
     """
 
     token_ids: Tensor
     """[tokens] int64."""
     positions: Tensor
-    """[tokens] int64, true positions in the sequence."""
+    """[tokens] int64, positions in the whole sequence."""
     slots: Tensor
-    """[tokens] int64, where each token's K and V go; -1 where that is another rank."""
+    """[tokens] int64, the cache slot of each token's K and V; -1 if another rank stores them."""
     query_lens: list[int]
-    """Tokens of each sequence that this rank runs in this step, at least 1."""
+    """Number of tokens of each sequence that this rank runs in this step, at least 1."""
     context_lens: list[int]
-    """Tokens of each sequence that are in the cache before this step."""
+    """Number of tokens of each sequence that are in the cache before this step."""
     block_tables: list[list[int]]
     output_rows: Tensor
-    """[rows] int64: tokens of the step whose logits are wanted."""
+    """[rows] int64: the tokens of the step whose logits are needed."""
     rope_lens: list[int] = field(default_factory=list)
-    """Length each sequence counts as having (`RopeSpec.deciding_length`); read only by ropes that depend on it."""
+    """The length that decides each sequence's RoPE frequencies (`RopeSpec.deciding_length`); only length-dependent ropes read
+    it."""
     new_lens: list[int] = field(default_factory=list)
-    """Tokens of each sequence that all cp ranks together run in this step; not given: `query_lens`."""
+    """Number of tokens of each sequence that all cp ranks together run in this step; by default `query_lens`."""
     new_lens_across_dp: NewLensAcrossDP = field(default_factory=list)
-    """`new_lens` of every DP rank (attn_dp), of which this batch is one; not given: there is no other."""
+    """`new_lens` of every DP rank (attn_dp), including this one; by default there is only this one."""
     copy_offset: int = 0
-    """Where the step's first token begins in the round robin over an expert's copies."""
+    """Offset of the step's first token in the round robin over the copies of an expert."""
 
     def __post_init__(self) -> None:
         if not self.new_lens:
@@ -60,10 +61,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens that this rank runs."""
         return int(self.token_ids.shape[0])
 
     def only(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """The batch of the sequences `rows`, without output rows, and the tokens of this batch that it has [tokens] int64."""
+        """Return the batch of the sequences `rows`, without output rows, and the indices of its tokens in this batch [tokens]
+        int64."""
         starts = list(accumulate(self.query_lens, initial=0))
         found = [token for row in rows for token in range(starts[row], starts[row + 1])]
         tokens = torch.tensor(found, dtype=torch.int64, device=self.slots.device)

@@ -1,12 +1,13 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), and the ways of stretching it to longer contexts.
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv 2104.09864), and its extensions to longer contexts.
 
-Halves are rotated (the Hugging Face weight order), or neighbours where a model was trained so::
+The two halves of a head are rotated together (the Hugging Face weight order), or neighbouring elements if the model was trained
+that way::
 
     [a | b]          ->  [a cos - b sin | b cos + a sin]          a, b: the two halves of a head
     [a0 b0 a1 b1 .]  ->  [a0 cos - b0 sin, b0 cos + a0 sin, .]    interleaved
 
-The rotation is done in fp32. Angles are computed once a step from true positions, so a chunk, a prefix hit or another
-rank's part of the sequence cannot be given the wrong offset.
+The rotation is computed in fp32. Angles are computed once a step from true positions, so that chunks, prefix hits and sequences
+split over ranks cannot get a wrong offset.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from actors.model.step.rope_frequencies import dynamic_frequencies, inverse_freq
 from placement.model.spec import RopeSpec
 
 Rotate = Callable[[Tensor], Tensor]
-"""Rotates [tokens, heads, head_dim] by the angles of one step; returns its dtype."""
+"""A function that rotates [tokens, heads, head_dim] by the angles of one step, and keeps the dtype."""
 
 
 @dataclass(frozen=True)
@@ -35,52 +36,53 @@ class Rotation:
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate `x` [tokens, heads, head_dim]; returns its dtype. Rolling by half a head swaps the halves."""
+        """Rotate `x` [tokens, heads, head_dim] and keep its dtype. Rolling by half a head swaps the halves."""
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class PairRotation:
-    """As `Rotation` where neighbours are rotated together; every other element of `sin`, from the first, is negated."""
+    """A `Rotation` of neighbouring elements (interleaved): every other element of `sin`, from the first, is negated."""
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate `x` [tokens, heads, head_dim]; returns its dtype."""
+        """Rotate `x` [tokens, heads, head_dim] and keep its dtype."""
         swapped = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
         return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class PartialRotation:
-    """Rotates the first `dims` dimensions of each head and leaves the others."""
+    """Rotates the first `dims` dimensions of each head and leaves the others unchanged."""
 
     inner: Rotate
     dims: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate `x` [tokens, heads, head_dim]; returns its dtype."""
+        """Rotate `x` [tokens, heads, head_dim] and keep its dtype."""
         return torch.cat((self.inner(x[..., : self.dims]), x[..., self.dims :]), -1)
 
 
 class StepRope(Protocol):
-    """Makes the rotation of a step."""
+    """Makes the rotation of each step."""
 
     def of(self, batch: Batch) -> Rotate:
-        """The rotation of every token of `batch`."""
+        """Return the rotation of every token of `batch`."""
 
 
 class NoRope:
-    """The rope of layers that have none."""
+    """The rope of layers without rotary embedding."""
 
     def of(self, batch: Batch) -> Rotate:
+        """Return the identity."""
         return _unrotated
 
 
 class Rope:
-    """Makes rotations of positions for one head size."""
+    """Makes rotations from positions, for one head size."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         inverse, self.attention_factor = inverse_frequencies(spec, head_dim)
@@ -89,14 +91,15 @@ class Rope:
         self._dims, self._head_dim = spec.rotary_dims or head_dim, head_dim
 
     def of(self, batch: Batch) -> Rotate:
+        """See `StepRope.of`."""
         return self.at(batch.positions)
 
     def at(self, positions: Tensor) -> Rotate:
-        """The rotation of each of `positions` [tokens] int64, true positions in the sequence."""
+        """Return the rotation for `positions` [tokens] int64, which are positions in the whole sequence."""
         return self._rotation_by(positions.to(torch.float32)[:, None] * self._inverse_frequencies)
 
     def _rotation_by(self, angles: Tensor) -> Rotate:
-        """The rotation by `angles` [tokens, rotary_dims / 2] radians."""
+        """Return the rotation by `angles` [tokens, rotary_dims / 2] radians."""
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         rotate = self._rotation(cos, sin)
         return rotate if self._dims == self._head_dim else PartialRotation(rotate, self._dims)
@@ -105,16 +108,17 @@ class Rope:
 class LengthRope(Rope, ABC):
     """A rope whose frequencies depend on the length of the sequence.
 
-    In transformers it is the longest sequence of the batch, as far as it has been run, that decides: an answer would depend
-    on its neighbours and on the size of the chunks. Here each token has a length of its own, known from the start,
+    In transformers the longest sequence of the batch, as far as it has been run, determines them, so that an answer would
+    depend on the rest of the batch and on the chunk size. Here each token has its own length, known from the start,
 
         length(token at position p of a sequence) = max(deciding length of the sequence, p + 1)
 
-    where the deciding length (`RopeSpec.deciding_length`) comes with the sequence. Keys are never rotated anew; sequences of
-    unlike `RopeSpec.length_class` share none.
+    where the deciding length (`RopeSpec.deciding_length`) comes with the sequence. Keys are never rotated again; sequences with
+    different `RopeSpec.length_class` share no cached keys.
     """
 
     def of(self, batch: Batch) -> Rotate:
+        """See `StepRope.of`."""
         lengths, counts = (
             torch.tensor(lens, dtype=torch.int64, device=batch.positions.device) for lens in (batch.rope_lens, batch.query_lens)
         )
@@ -122,16 +126,16 @@ class LengthRope(Rope, ABC):
         return self.in_sequences(batch.positions, torch.maximum(lengths, batch.positions + 1))
 
     def in_sequences(self, positions: Tensor, lengths: Tensor) -> Rotate:
-        """The rotation of each of `positions` in a sequence as long as its entry of `lengths` [tokens] says."""
+        """Return the rotation for `positions` in sequences of these `lengths`, both [tokens]."""
         return self._rotation_by(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
 
     @abstractmethod
     def _frequencies(self, lengths: Tensor) -> Tensor:
-        """Radians per position, [tokens, rotary_dims / 2]."""
+        """Return radians per position, [tokens, rotary_dims / 2]."""
 
 
 class LongRope(LengthRope):
-    """Two sets of frequencies: one up to the trained length, one beyond it (Ding et al. 2024, arXiv 2402.13753)."""
+    """LongRoPE: one set of frequencies up to the trained length, another beyond it (Ding et al. 2024, arXiv 2402.13753)."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, head_dim, device)
@@ -143,7 +147,7 @@ class LongRope(LengthRope):
 
 
 class DynamicRope(LengthRope):
-    """Frequencies for every length beyond the trained one (`dynamic_frequencies`)."""
+    """Dynamic NTK scaling: frequencies for every length beyond the trained one (`dynamic_frequencies`)."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, head_dim, device)
@@ -157,7 +161,7 @@ _KINDS: dict[str, type[Rope]] = {"longrope": LongRope, "dynamic": DynamicRope}
 
 
 def make_rope(spec: RopeSpec | None, head_dim: int, device: torch.device | str = "cpu") -> StepRope:
-    """The rope of some layers; `spec` is that of `ModelSpec.rope_of`."""
+    """Return the rope of some layers; `spec` comes from `ModelSpec.rope_of`."""
     if spec is None:
         return NoRope()
     return _KINDS.get(spec.kind, Rope)(spec, head_dim, device)

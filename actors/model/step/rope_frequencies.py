@@ -1,6 +1,6 @@
-"""Rotary frequencies: radians per position of each pair of dimensions, in every kind a model can name.
+"""Rotary (RoPE) frequencies of every supported kind: radians per position of each pair of dimensions.
 
-Bit-equal to those of transformers. Sizes are those of the part of a head that is rotated, `RopeSpec.rotary_dims`.
+The values equal those of transformers bit for bit. Sizes refer to the rotated part of a head, `RopeSpec.rotary_dims`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from placement.model.spec import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """(radians per position [rotary_dims / 2] fp32, factor on cos and sin).
+    """Return radians per position [rotary_dims / 2] fp32, and the factor on cos and sin.
 
-    Where they depend on the length of the sequence, those of a short one.
+    If the frequencies depend on the length of the sequence, these are those of a short one.
     """
     dims = spec.rotary_dims or head_dim
     frequencies = 1.0 / _waves(spec, dims)
@@ -32,14 +32,15 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def long_frequencies(spec: RopeSpec, dims: int) -> Tensor:
-    """``longrope`` (Ding et al. 2024, arXiv 2402.13753): as `inverse_frequencies`, in sequences past the trained length."""
+    """Return the ``longrope`` frequencies (Ding et al. 2024, arXiv 2402.13753) of sequences beyond the trained length."""
     return 1.0 / (torch.tensor(spec.long_factor) * _waves(spec, dims))
 
 
 def dynamic_frequencies(spec: RopeSpec, dims: int, lengths: Tensor) -> Tensor:
-    """``dynamic`` (the NTK-aware scaling of YaRN's appendix A.1): [tokens, dims / 2], for sequences of `lengths` [tokens].
+    """Return the ``dynamic`` frequencies (NTK-aware scaling, YaRN's appendix A.1) [tokens, dims / 2] for sequences of `lengths`
+    [tokens].
 
-    The base grows so that the slowest pair makes as much of a turn over the whole sequence as over the trained length.
+    The base grows so that the slowest pair rotates as far over the whole sequence as it did over the trained length.
     """
     original = original_max_position(spec)
     stretched = spec.factor * lengths.clamp(min=original).to(torch.float32) / original - (spec.factor - 1)
@@ -53,7 +54,7 @@ def _waves(spec: RopeSpec, dims: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Return Llama 3.1 frequencies: long waves are slowed by `factor`, short ones kept, those between blended."""
     original = original_max_position(spec)
     wavelength = 2 * math.pi / frequencies
     slowed = torch.where(wavelength > original / spec.low_freq_factor, frequencies / spec.factor, frequencies)
@@ -64,7 +65,8 @@ def _llama3(frequencies: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, dims: int) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): interpolate slow dimensions, keep fast ones, ramp between."""
+    """Return YaRN frequencies (Peng et al. 2023, arXiv 2309.00071, section 3.2): slow dimensions are interpolated, fast ones
+    kept, with a ramp between."""
     wave = _waves(spec, dims)
     extrapolated, interpolated = 1.0 / wave, 1.0 / (spec.factor * wave)
     low, high = (_yarn_dimension(rotations, spec, dims) for rotations in (spec.beta_fast, spec.beta_slow))
@@ -79,7 +81,7 @@ def _yarn(spec: RopeSpec, dims: int) -> Tensor:
 
 
 def _yarn_dimension(rotations: float, spec: RopeSpec, dims: int) -> float:
-    """The dimension that makes `rotations` rotations over the original context."""
+    """Return the dimension that makes `rotations` rotations over the original context."""
     ratio = original_max_position(spec) / (rotations * 2 * math.pi)
     return dims * math.log(ratio) / (2 * math.log(spec.theta))
 
@@ -103,7 +105,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def original_max_position(spec: RopeSpec) -> int:
-    """The trained context length in tokens. Raises `ValueError` where it is needed and not given."""
+    """Return the trained context length in tokens. Raises `ValueError` if it is not given."""
     if spec.original_max_position is None:
         raise ValueError(f"rope kind {spec.kind!r} needs original_max_position (the trained context length); it is not given")
     return spec.original_max_position

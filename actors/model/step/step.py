@@ -1,4 +1,4 @@
-"""What the layers of a decoder are handed in each step, beside the hidden states."""
+"""The inputs of every decoder layer in a step, besides the hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actors.model.step.rope import Rotate
 
 @dataclass(frozen=True)
 class Paged:
-    """Where layers of one kind keep keys and values, and their backend's plan of the step."""
+    """The KV cache of the layers of one attention kind, and their backend's plan of the step."""
 
     cache: KVCache
     plan: Any
@@ -22,12 +22,12 @@ class Paged:
 
 @dataclass(frozen=True)
 class Step:
-    """What every layer of a step shares."""
+    """The inputs that all layers of a step share."""
 
     rotations: Sequence[Rotate]
-    """One for each rope of the model; a layer knows which is its own."""
+    """One for each rope of the model; a layer stores the index of its own."""
     paged: Mapping[int, Paged]
-    """One for each kind of attention in the stage; likewise."""
+    """One for each attention kind in the stage; a layer stores the index of its own."""
     region: Region
     exchange: Exchange
     """Token dispatch and combine, for layers with experts."""

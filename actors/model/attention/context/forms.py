@@ -37,7 +37,7 @@ class AttentionForm(Protocol):
         """Return the part [heads, tokens, partial_dim] of the kernel's output [heads, tokens, dim] that is needed."""
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
-        """Convert [heads, tokens, partial_dim] to [heads, tokens, output_dim]. The conversion is linear and works row by row."""
+        """Convert [heads, tokens, partial_dim] to [heads, tokens, output_dim], linearly and row by row."""
 
 
 @dataclass(frozen=True)

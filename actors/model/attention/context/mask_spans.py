@@ -29,7 +29,7 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class MaskSpan:
-    """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, with entries 0 or -inf."""
+    """One kernel call: some of the queries over some of the keys. `mask` is [1, 1, queries, keys] fp32, 0 or -inf."""
 
     queries: slice
     keys: slice

@@ -134,7 +134,7 @@ class EagerBucket:
 
 
 class FlashPartial(EagerPartial):
-    """The `PartialKernel` of one package; masked blocks, and rows whose window begins inside their pages, use eager attention."""
+    """The kernel of one package. Masked blocks, and rows whose window begins inside their pages, use eager attention."""
 
     def __init__(self, name: str, part: PartialAttention) -> None:
         self.name, self._part = name, part
