@@ -58,7 +58,7 @@ class Builder:
         return VocabularyEmbedding(*parts) if scale == 1 else ScaledEmbedding(*parts, scale)
 
     def head(self) -> VocabularyHead:
-        """Return the output head. It uses the embedding's own weight if the model ties them and this stage holds the embedding."""
+        """Return the output head. It uses the embedding's weight if the model ties them and this stage holds the embedding."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
         parts = (weight, self._own.head_vocab, self._spec.vocab_size)
         cap = self._spec.logit_softcap

@@ -147,4 +147,4 @@ class NoHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Raises `RuntimeError`: this stage has no head."""
-        raise RuntimeError(f"logits were asked of the stage with layers {self._own.layers}: only the last stage has the head")
+        raise RuntimeError(f"the stage with layers {self._own.layers} cannot compute logits: only the last stage has the head")

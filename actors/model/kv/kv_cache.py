@@ -116,7 +116,9 @@ class KVCache:
         Raises `ValueError` if they differ in size: `keys` and `values` are then two tensors.
         """
         if len(self.stores) > 1:
-            raise ValueError(f"keys of {self.head_dim} and values of {self.value_dim} are not one tensor: see keys and values")
+            raise ValueError(
+                f"keys of size {self.head_dim} and values of size {self.value_dim} are two tensors: use keys() and values()"
+            )
         return self._layers[layer].stores[0]
 
     def keys(self, layer: int) -> Tensor:
@@ -128,7 +130,7 @@ class KVCache:
         return self._layers[layer].stores[-1][-1]
 
     def runs(self, layer: int) -> Tensor:
-        """Return K and V by slot, [planes, kv_heads, num_blocks * block_size, head_dim]. Raises `ValueError` as `pages` does."""
+        """Return K and V by slot, [planes, kv_heads, num_blocks * block_size, head_dim]. Raises `ValueError` like `pages`."""
         return self.pages(layer).flatten(2, 3)
 
     def plane_runs(self, layer: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The two forms of latent attention (`actors.model.attention.context.forms`). The cache stores [1, latent_dim] for each token."""
+"""The two forms of latent attention (`actors.model.attention.context.forms`). A cached token is [1, latent_dim]."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ class Naive:
 
     @property
     def partial_dim(self) -> int:
+        """Size of a value."""
         return self.heads.mla.value_dim
 
     def queries(self, q: Tensor) -> Tensor:
+        """See `AttentionForm.queries`."""
         return q
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """See `AttentionForm.keys_values`."""
         return self.heads.expand(kv[:, 0])
 
     def partial_outputs(self, out: Tensor) -> Tensor:
+        """See `AttentionForm.partial_outputs`."""
         return out[..., : self.partial_dim]
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
+        """See `AttentionForm.outputs`."""
         return partial_outputs
 
 
@@ -40,17 +45,22 @@ class Absorbed:
 
     @property
     def partial_dim(self) -> int:
+        """Size of a weighted sum of latents, without the shared key."""
         return self.heads.mla.kv_lora_rank
 
     def queries(self, q: Tensor) -> Tensor:
+        """See `AttentionForm.queries`."""
         return self.heads.absorb(q)
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """See `AttentionForm.keys_values`."""
         latents = kv.transpose(0, 1).unsqueeze(0)
         return latents, latents
 
     def partial_outputs(self, out: Tensor) -> Tensor:
+        """See `AttentionForm.partial_outputs`."""
         return out[..., : self.partial_dim]
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
+        """See `AttentionForm.outputs`."""
         return self.heads.lift(partial_outputs)

@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         self.params, self._rope, self._backend = params, rope, backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden] in the region."""
+        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden]."""
         mla = self.kv_b.mla
         first = self.qkv_a(x, step.region)
         queries, latent, shared = first.tensor_split((-mla.latent_dim, -mla.rope_dim), -1)

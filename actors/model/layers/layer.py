@@ -65,7 +65,7 @@ class GroupedAttention(nn.Module):
         self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden] in the region."""
+        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden]."""
         projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
         qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
         qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))

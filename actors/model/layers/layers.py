@@ -58,6 +58,7 @@ class RMSNorm(nn.Module):
         self.weight, self._eps = weight, eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` normed over its last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
@@ -70,6 +71,7 @@ class OffsetRMSNorm(nn.Module):
         self.weight, self._eps, self._offset = weight, eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` normed over its last dimension."""
         weight = self.weight.to(torch.float32) + self._offset
         return F.rms_norm(x.to(torch.float32), weight.shape, weight, self._eps).to(x.dtype)
 
@@ -86,6 +88,7 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down, self._activation = gate_up, down, activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        """Run the MLP. `x` and the result are this rank's part of [tokens, hidden] in the region."""
         gate, up = self.gate_up(x, step.region).chunk(2, -1)
         return self.down(self._activation(gate).mul_(up), step.region)  # type: ignore[no-any-return]
 

@@ -79,6 +79,7 @@ class SharedExpert(nn.Module):
         self.gate_up, self.down, self._gated = gate_up, down, gated
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's partial sums [tokens, hidden] for `x` [tokens, hidden]."""
         gate, up = linear(x, self.gate_up).chunk(2, -1)
         return linear(self._gated(gate, up), self.down)
 
@@ -91,12 +92,13 @@ class GatedSharedExpert(SharedExpert):
         self.gate = gate
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's partial sums [tokens, hidden] for `x` [tokens, hidden]."""
         gate: Tensor = linear(x, self.gate).sigmoid()
         return gate.mul(super().forward(x))
 
 
 class MixtureWithShared(MixtureOfExperts):
-    """`MixtureOfExperts` with a shared expert that is split over tp. In mode ``sum`` its part is added before the sum over tp."""
+    """`MixtureOfExperts` with a shared expert split over tp. In mode ``sum`` its part is added before the sum over tp."""
 
     def __init__(self, router: Router, experts: Experts, expert_map: LayerExpertMap, shared: SharedExpert) -> None:
         super().__init__(router, experts, expert_map)

@@ -150,7 +150,8 @@ def _pack(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
 
 
 def _in_rows(part: Tensor) -> Tensor:
-    """Return a copy with standard strides. `contiguous` does not normalise the strides of a tensor with no rows or one column."""
+    """Return a copy with standard strides. `contiguous` leaves the strides of a tensor with no rows or one column as they
+    are."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

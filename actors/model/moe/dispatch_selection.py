@@ -32,7 +32,7 @@ class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
-        """Return the exchange of a step with these new tokens on each DP rank; `copy_offset` is the offset of its first token."""
+        """Return the exchange of a step, given each DP rank's new tokens. `copy_offset` is the offset of its first token."""
 
 
 class OnlySums:

@@ -45,4 +45,4 @@ class Exchange(Protocol):
         """Run the MoE layer. `x` and the result are this rank's part of [tokens, hidden] in the region."""
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
-        """Run this rank's experts for the tokens of other ranks, in a step in which this rank has none: `none` is [0, hidden]."""
+        """Run this rank's experts for the tokens of other ranks, in a step in which it has no tokens: `none` is [0, hidden]."""

@@ -43,7 +43,8 @@ class Region(Protocol):
         """Return the rank's own tokens [own, hidden], for the next stage."""
 
     def join(self, own: Tensor) -> Tensor:
-        """Return this rank's part of the hidden states, from the ranks' own tokens: the inverse of `slice`, on the next stage."""
+        """Return this rank's part of the hidden states from the ranks' own tokens: the inverse of `slice`, on the next
+        stage."""
 
 
 class Replicated:

@@ -48,16 +48,20 @@ class Plain:
     partial_dim: int
 
     def queries(self, q: Tensor) -> Tensor:
+        """See `AttentionForm.queries`."""
         return q
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """See `AttentionForm.keys_values`."""
         both = kv.transpose(0, 1).unsqueeze(0)
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def partial_outputs(self, out: Tensor) -> Tensor:
+        """See `AttentionForm.partial_outputs`."""
         return out
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
+        """See `AttentionForm.outputs`."""
         return partial_outputs
 
 

@@ -89,6 +89,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             "k and v must be alike (v may have shorter heads) and share q's batch, head size and dtype"
         )
     if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"{q_heads} query heads cannot be shared out over {kv_heads} KV heads: it must divide")
+        raise ValueError(f"the number of query heads ({q_heads}) must be a multiple of the number of KV heads ({kv_heads})")
     if causal and queries != k.shape[2]:
         raise ValueError(f"causal attention needs as many keys as queries, not {k.shape[2]} keys for {queries} queries")
