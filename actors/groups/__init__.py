@@ -1,1 +1,1 @@
-"""Collectives among ranks: the Group interface, and the groups of one rank and of threads."""
+"""Collectives among ranks: the `Group` interface, and its backends (one rank, threads, torch.distributed, shared memory)."""

@@ -1,4 +1,4 @@
-"""What every backend has in common: argument checks and counters. A backend supplies the transport below them."""
+"""The base class of all group backends: argument checks and counters. A backend implements the transport."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from actors.groups.group import GroupError
 from placement.cost import wire
 
 DEFAULT_TIMEOUT_S = 30.0
-"""How long one operation waits for its peers unless told otherwise, in seconds."""
+"""Default time that one operation waits for its peers, in seconds."""
 
 
 class CountedGroup(ABC):
-    """Checks the arguments of each operation, counts it, and hands it to the backend (the methods with ``_``).
+    """Checks the arguments of each collective, counts it, and calls the backend's implementation (the methods with ``_``).
 
-    Every size is an argument, so ranks that were given the same plan agree on shapes without talking about them.
+    Every size is an argument, so ranks with the same step plan agree on shapes without exchanging them.
     """
 
     def __init__(self, rank: int, size: int, axis: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -129,5 +129,5 @@ class CountedGroup(ABC):
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """The first row of each part: exclusive running sum of `sizes`, same length."""
+    """Return the first row of each part: the exclusive cumulative sum of `sizes`, of the same length."""
     return [0, *accumulate(sizes)][:-1]

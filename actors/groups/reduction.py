@@ -1,4 +1,4 @@
-"""Sums in rank order: the same bits whatever the backend, the run, or an element's place in the buffer."""
+"""Deterministic reduction: sums in rank order, bit-identical for every backend, run and position in the buffer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The element-wise sum of `parts` (same shape and dtype), added one after another: ``((p0 + p1) + p2) + ...``.
+    """Return the element-wise sum of `parts` (same shape and dtype), added one after another: ``((p0 + p1) + p2) + ...``.
 
-    bf16 and fp16 are accumulated in fp32 and rounded once at the end; other dtypes in their own. ``torch.sum`` is not
-    used: its order of additions may depend on where an element sits. Returns `out`, else new memory, else (for a single
-    part) the part itself.
+    bf16 and fp16 are accumulated in fp32 and rounded once at the end; other dtypes are accumulated in their own precision.
+    ``torch.sum`` is not used, because its order of additions may depend on the position of an element. Returns `out` if given,
+    otherwise new memory, or for a single part the part itself.
     """
     if len(parts) == 1:
         return parts[0] if out is None else out.copy_(parts[0])

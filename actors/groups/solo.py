@@ -1,4 +1,4 @@
-"""The group of one rank: nothing to do, so that layers need no ``if size == 1``."""
+"""The group of a single rank, in which every collective is the identity, so that layers need no ``if size == 1``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from actors.groups.base import CountedGroup
 
 
 class SoloGroup(CountedGroup):
-    """One rank alone on its axis. Every operation returns its argument itself; nothing is sent, so counters stay at 0 bytes."""
+    """A rank that is alone on its axis. Every operation returns its argument; nothing is sent, so the counters stay at 0
+    bytes."""
 
     def __init__(self, axis: str) -> None:
         super().__init__(rank=0, size=1, axis=axis)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the group holds no resources."""
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         return x

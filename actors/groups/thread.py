@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: the backend of tests and of sweeps over many layouts.
+"""A group whose ranks are threads of one process: the backend of tests, and of sweeps over many layouts.
 
-Each collective is one *step* on a board that all ranks share. A rank posts a copy of its tensor, waits until every
-rank has posted for that step, and computes its own result from the posts::
+Each collective is one *step* on a board that all ranks share. A rank posts a copy of its tensor, waits until every rank has
+posted for that step, and computes its own result from the posts::
 
     step 7:   rank 0 post   rank 1 post   rank 2 (missing)   -> ranks 0 and 1 wait
 """
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Post:
-    """What one rank brings to one step. `agreed` must be equal on all ranks; `splits` may differ."""
+    """One rank's contribution to one step. `agreed` must be equal on all ranks; `splits` may differ."""
 
     agreed: tuple[object, ...]
     tensor: Tensor
@@ -43,11 +43,11 @@ class _Board:
     readers: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     mail: dict[tuple[int, int], deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
     gone: dict[int, str] = field(default_factory=dict)
-    """Why a rank will not come to any further step."""
+    """By rank: why it will not take part in any further step."""
 
 
 class ThreadGroup(CountedGroup):
-    """One rank of a group of threads. Make all of them together with `thread_groups`."""
+    """One rank of a group of threads. Create all ranks together with `thread_groups`."""
 
     def __init__(self, board: _Board, rank: int, size: int, axis: str, timeout_s: float) -> None:
         super().__init__(rank, size, axis, timeout_s)
@@ -126,7 +126,8 @@ class ThreadGroup(CountedGroup):
                 self._refuse(operation, f"rank {rank} called {posts[rank].agreed}, this rank {posts[self.rank].agreed}")
 
     def _wait(self, operation: str, missing: Callable[[], list[int]]) -> None:
-        """Wait, holding the lock, until `missing` is empty. Raises `GroupError` when a missing rank is gone or time is up."""
+        """Wait, holding the lock, until `missing` returns no rank. Raises `GroupError` if a missing rank is gone, or on
+        timeout."""
         began = time.monotonic()
         board = self._board
         while peers := missing():
@@ -146,16 +147,16 @@ class ThreadGroup(CountedGroup):
 
 
 def thread_groups(size: int, axis: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Group]:
-    """The `size` ranks of one new group, in rank order; give each to its own thread."""
+    """Return the `size` ranks of a new group, in rank order. Each rank must be used by a thread of its own."""
     board = _Board()
     return [ThreadGroup(board, rank, size, axis, timeout_s) for rank in range(size)]
 
 
 def run_ranks(groups: Sequence[Group], body: Callable[[Group], Result]) -> list[Result]:
-    """Run `body` with each group in its own thread and return the results in rank order.
+    """Run `body` with each group in its own thread, and return the results in rank order.
 
-    A rank that raises closes its group, so that its peers do not wait for it. The first cause is raised: an error other
-    than `GroupError` before any `GroupError`, which is usually only its consequence.
+    A rank that raises closes its group, so that its peers do not wait for it. Raises the first error other than `GroupError` if
+    there is one, because a `GroupError` is usually only its consequence; otherwise the first `GroupError`.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []

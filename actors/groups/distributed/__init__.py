@@ -1,1 +1,1 @@
-"""Collectives over torch.distributed: NCCL between GPUs, gloo between hosts."""
+"""Collectives over torch.distributed: NCCL between GPUs, gloo between CPUs of any hosts."""

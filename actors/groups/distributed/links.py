@@ -1,4 +1,4 @@
-"""Connects the ranks of one `torch.distributed` process group, straight from a store."""
+"""Creates `torch.distributed` process groups (gloo, NCCL) directly from a store."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from actors.groups.group import GroupError
 
 
 class Links(Protocol):
-    """What is used of a process group: all tensors are ``[bytes]``, all sizes bytes."""
+    """The methods of a process group that are used. All tensors are ``[bytes]``, and all sizes are bytes."""
 
     def alltoall_base(self, output: Tensor, input: Tensor, receive: Sequence[int], send: Sequence[int], /) -> Work:
-        """Send consecutive parts of `input` to the ranks in order; their parts for this rank arrive in `output`."""
+        """Send consecutive parts of `input` to the ranks in order. The parts that they send to this rank arrive in `output`."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
-        """Send; the tensor must live until the work is done."""
+        """Send the tensor, which must stay alive until the work is done."""
 
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work:
         """Receive into the tensor."""
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, host: str, timeout: timedelta) -> Links:
-    """gloo for ``cpu``, listening at `host`; NCCL for ``cuda``. Returns once all ranks are connected (gloo) or known (NCCL).
+    """Connect this rank: gloo for ``cpu``, listening at `host`; NCCL for ``cuda``.
 
-    Raises `RuntimeError` when a rank cannot be reached in time.
+    Returns once all ranks are connected (gloo) or registered (NCCL). Raises `RuntimeError` if a rank cannot be reached in time,
+    and `GroupError` if torch lacks NCCL.
     """
     if device.type == "cpu":
         from torch._C._distributed_c10d import ProcessGroupGloo

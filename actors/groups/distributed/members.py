@@ -1,8 +1,8 @@
-"""Who is in a torch.distributed group, and who is missing once it has failed.
+"""The members of a torch.distributed group, and how to find which of them are missing after a failure.
 
-gloo says "connection closed by peer" without saying which. Each rank therefore writes down its process when the group
-is made. After a failure the survivors look for ended processes on their own host, and answer over the
-store for the others.
+gloo reports "connection closed by peer" without the peer's rank. Each rank therefore registers its process when the group is
+created. After a failure the survivors look for ended processes on their own host, and use the store to find out which ranks of
+other hosts still answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from actors.groups.group import GroupError
 from actors.groups.liveness import ProcessId
 
 _ANSWER_S = 1.0
-"""How long survivors have to answer, in seconds."""
+"""Time that survivors have to answer, in seconds."""
 _POLL_S = 0.02
 
 
@@ -24,7 +24,7 @@ class StoreMembers:
     """The members of one group, by group rank."""
 
     def __init__(self, store: Store, rank: int, size: int, title: str, timeout: timedelta) -> None:
-        """Writes this rank down and waits for all others. Raises `GroupError`."""
+        """Register this rank and wait for all others. Raises `GroupError` if they do not join in time."""
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -38,7 +38,7 @@ class StoreMembers:
             raise GroupError(f"{title}: waited {waited_s:.1f} s for {self._absent()} to join: {error}") from error
 
     def missing(self) -> str:
-        """After a failure: names the ranks that have died or do not answer within a second, in words."""
+        """Return, after a failure, a text that names the ranks that have died or do not answer within a second."""
         deadline = time.monotonic() + _ANSWER_S
         silent = self._peers
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""Where the ranks of a replica first meet: a key-value store on the host of its first rank.
+"""The rendezvous of a replica's ranks: a key-value store (TCPStore) on the host of its first rank.
 
-The kernel chooses the port while the store binds it, and the bound port is what gets published: a port that is
-looked for first and bound later can be taken by another engine in between. The store also carries its engine's token,
-so a rank that was given a stale or foreign address is told so instead of joining strangers.
+The store binds a port chosen by the kernel, and the bound port is published. A port that was looked for first and bound later
+could be taken by another engine in between. The store also holds the name of its engine, so that a rank with a stale or wrong
+address gets an error instead of joining another engine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _TOKEN = "engine"
 
 
 def serve_store(engine: str, host: str = "127.0.0.1", timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TCPStore, int]:
-    """Start a store for the engine named `engine`; returns it (keep it alive) and the port to publish.
+    """Start a store for the engine named `engine`. Returns the store, which the caller must keep alive, and the port to
+    publish.
 
-    `host`: the name or address under which other ranks reach this one.
+    `host` is the name or address under which other ranks reach this one.
     """
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     store.set(_TOKEN, engine)
@@ -28,7 +29,8 @@ def serve_store(engine: str, host: str = "127.0.0.1", timeout_s: float = DEFAULT
 
 
 def join_store(engine: str, host: str, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:
-    """Connect to the store that `serve_store` published. Raises `GroupError` if it is not there or not this engine's."""
+    """Connect to the store that `serve_store` published. Raises `GroupError` if it is unreachable or belongs to another
+    engine."""
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         found = bytes(store.get(_TOKEN)).decode()

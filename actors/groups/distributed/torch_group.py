@@ -1,16 +1,17 @@
-"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between GPUs.
+"""A group over `torch.distributed`: gloo between CPUs, NCCL between GPUs.
 
-The process group is built straight from a store, never through `init_process_group`: a rank belongs to several groups
-with different members, and after a failure a replica builds new ones (a new prefix in the store) in the same process.
+The process group is built directly from a store, never through `init_process_group`: a rank belongs to several groups with
+different members, and after a failure a replica builds new ones (with a new prefix in the store) in the same process.
 
-Everything but point-to-point is one primitive, an uneven all-to-all of bytes, with the sums taken here in rank order:
+All operations except point-to-point use one primitive, an uneven all-to-all of bytes, and sums are computed locally in rank
+order:
 
-* gloo's own sums depend on where an element sits in the buffer (three ranks or more), and accumulate bf16 in bf16;
-* its all-to-all takes uneven and empty parts, and is its fastest collective;
-* each rank talks to each other one, so all notice at once when one is gone. In a ring, only its neighbours do.
+* gloo's own sums depend on where an element is in the buffer (three ranks or more), and accumulate bf16 in bf16;
+* its all-to-all supports uneven and empty parts, and is its fastest collective;
+* each rank communicates with every other, so all of them notice at once when one is gone. In a ring, only its neighbours do.
 
-On CUDA an operation returns once it is queued on the stream, as always with NCCL. A peer that never comes is found by
-whoever waits for the result of the step, and by NCCL's own watchdog after `timeout_s`.
+On CUDA an operation returns once it is queued on the stream, as always with NCCL. A peer that never arrives is detected by the
+caller that waits for the result of the step, and by NCCL's own watchdog after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from actors.groups.group import GroupError
 from actors.groups.reduction import sum_in_rank_order
 
 _GATHER_BYTES = 256 * 1024
-"""Up to this size three or more ranks all-reduce in one exchange of whole tensors; above, in two of 1/n each."""
+"""Up to this size, three or more ranks all-reduce in one exchange of whole tensors; above it, in two exchanges of 1/n each."""
 _SENDS_IN_FLIGHT = 32
-"""Sends per peer that may be unfinished before a further one waits for the oldest: more than plans are in flight, since a
-stage takes the tokens of a step only when it has another plan."""
+"""Sends per peer that may be unfinished before another one waits for the oldest. This is more than the number of plans in
+flight, because a stage receives the tokens of a step only when it has another plan."""
 
 
 class TorchGroup(CountedGroup):
-    """One rank of a process group, made by all members at the same time.
+    """One rank of a process group, created by all members at the same time.
 
     Args:
         store: the replica's store (`serve_store`, `join_store`); one client serves one thread at a time.
-        name: of this group among those of the replica and its generations, for example ``"3/tp-0"``; equal on all members.
+        name: of this group, unique among the replica's groups and generations, for example ``"3/tp-0"``; equal on all members.
         device: ``cpu`` uses gloo, ``cuda`` NCCL (with the current CUDA device; one rank per GPU).
         host: address of this rank that its peers can reach; gloo listens there.
     """
@@ -68,7 +69,7 @@ class TorchGroup(CountedGroup):
         self._members = StoreMembers(prefixed, rank, size, title, self._timeout)
         try:
             self._group: Links | None = connect(prefixed, rank, size, self._device, host, self._timeout)
-            # NCCL runs the two directions of a pair one after the other: sending both ways at once would wait for ever.
+            # NCCL runs the two directions of a pair one after the other: sending both ways at once would deadlock.
             self._upward: Links | None = self._group
             if self._device.type == "cuda":
                 self._upward = connect(PrefixStore("up", prefixed), rank, size, self._device, host, self._timeout)
@@ -111,7 +112,7 @@ class TorchGroup(CountedGroup):
         return sum_in_rank_order(received.view(self.size, own, *x.shape[1:]).unbind())
 
     def _exchange(self, operation: str, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """``send[i]`` rows of `x` to each rank i for ``receive[i]`` rows from it; returns those joined in rank order."""
+        """Send ``send[i]`` rows of `x` to each rank i. Returns ``receive[i]`` rows from each rank i, joined in rank order."""
         out = x.new_empty(sum(receive), *x.shape[1:])
         row_bytes = x[0].nbytes if len(x) else out[:1].nbytes
         splits = [[rows * row_bytes for rows in sizes] for sizes in (receive, send)]
@@ -124,7 +125,7 @@ class TorchGroup(CountedGroup):
         return out
 
     def _send(self, x: Tensor, to: int) -> None:
-        # gloo's send ends when the receiver has taken the data, so the copy stays alive here and nobody waits for it.
+        # gloo's send ends when the receiver has taken the data, so a copy is kept alive here and the caller does not wait.
         copy = x.clone(memory_format=torch.contiguous_format)
         group = (self._upward if to > self.rank else self._group) or self._closed("send")
         began = time.monotonic()
@@ -152,7 +153,7 @@ class TorchGroup(CountedGroup):
 
     def _fail(self, operation: str, began: float, error: RuntimeError, peer: int | None = None) -> NoReturn:
         waited_s = time.monotonic() - began
-        # After one failure gloo refuses every later operation. Closing lets peers that wait for this rank fail as well.
+        # After one failure gloo refuses every later operation. Closing makes peers that wait for this rank fail as well.
         self.close()
         with_peer = "" if peer is None else f" with rank {peer}"
         raise GroupError(
@@ -162,5 +163,5 @@ class TorchGroup(CountedGroup):
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as ``[bytes]``, so that every dtype is sent alike."""
+    """Return the memory of a contiguous tensor as ``[bytes]``, so that every dtype is sent in the same way."""
     return x.view(-1).view(torch.uint8)

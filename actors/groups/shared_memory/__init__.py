@@ -1,1 +1,1 @@
-"""Collectives among processes of one host, over memory that they all map."""
+"""Collectives among processes of one host, over shared memory."""

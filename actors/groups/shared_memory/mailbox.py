@@ -1,10 +1,10 @@
-"""One-way mail between two ranks in shared memory: a ring of bytes and a list of records that say what lies where.
+"""Point-to-point messages (send/recv) between two ranks in shared memory: a ring buffer, and a list of message records.
 
     ring     |....[message 7][message 8]........|      head moves right, wraps; a message is never split
     records  | 7: at 4, 16 bytes | 8: at 20, ... |     `sent` counts records written, `taken` those read
 
-The sender never waits for room in the ring: a message that does not fit goes into an anonymous file of its own
-(`memfd_create`), which the receiver opens through /proc and which vanishes with its sender. It waits only when the
+The sender never waits for space in the ring: a message that does not fit is written to an anonymous file of its own
+(`memfd_create`), which the receiver opens through /proc and which disappears with its sender. The sender waits only when the
 receiver is 64 messages behind.
 """
 
@@ -25,7 +25,7 @@ _WORD_BYTES = 8
 
 
 class _Mailbox:
-    """The memory both ends see. `words` is the whole segment as 64-bit words."""
+    """The memory that both ends share. `words` is the whole segment as 64-bit words."""
 
     def __init__(self, memory: mmap.mmap, words: memoryview, geometry: Geometry, source: int, to: int) -> None:
         block = geometry.pair_block(source, to)
@@ -41,17 +41,17 @@ class _Mailbox:
 
 
 class Outbox(_Mailbox):
-    """The sender's end."""
+    """The sender's end of a mailbox."""
 
     def __init__(self, memory: mmap.mmap, words: memoryview, geometry: Geometry, source: int, to: int) -> None:
         super().__init__(memory, words, geometry, source, to)
         self._sent = 0
         self._head = 0
         self._under_way: deque[tuple[int, int]] = deque()
-        """Of each message not taken yet: where it begins in the endless ring, and its file (-1: none)."""
+        """For each message not taken yet: its start in the unwrapped ring, and its file descriptor (-1: none)."""
 
     def put(self, data: Tensor, kind: int, look_round: LookRound) -> None:
-        """Send `data` (``[bytes]``); the receiver must expect the same `kind` (any number below 2**32)."""
+        """Send `data` (``[bytes]``). The receiver must expect the same `kind` (any number below 2**32)."""
         self._forget_taken()
         if len(self._under_way) == RECORDS:
             wait_for(self._words, self._taken_cell, self._sent - RECORDS + 1, look_round)
@@ -79,16 +79,16 @@ class Outbox(_Mailbox):
             wait_for(self._words, self._taken_cell, self._sent - len(self._under_way) + last, look_round)
 
     def close(self) -> None:
-        """Give up what has not been taken."""
+        """Discard messages that have not been taken."""
         for _, file in self._under_way:
             if file >= 0:
                 os.close(file)
         self._under_way.clear()
 
     def _place(self, num_bytes: int) -> int | None:
-        """Where the next message begins in the endless ring, None if there is no room."""
+        """Return where the next message starts in the unwrapped ring, or None if there is no space."""
         if not self._under_way:
-            # Begin anew, in memory that is still in the cache.
+            # Start again at 0, in memory that is still in the processor's cache.
             self._head = 0
         tail = self._under_way[0][0] if self._under_way else 0
         start = _round_up(self._head)
@@ -105,7 +105,7 @@ class Outbox(_Mailbox):
 
 
 class Inbox(_Mailbox):
-    """The receiver's end. `sender_pid`: the process that writes."""
+    """The receiver's end of a mailbox. `sender_pid` is the process that writes to it."""
 
     def __init__(self, memory: mmap.mmap, words: memoryview, geometry: Geometry, source: int, to: int, sender_pid: int) -> None:
         super().__init__(memory, words, geometry, source, to)
@@ -113,7 +113,8 @@ class Inbox(_Mailbox):
         self._sender_pid = sender_pid
 
     def take(self, out: Tensor, kind: int, look_round: LookRound) -> None:
-        """Receive into `out` (``[bytes]``). Raises `GaveUpError` also if the next message is of another size or kind."""
+        """Receive into `out` (``[bytes]``). Raises `GaveUpError` if the wait is given up, or the next message has another size
+        or kind."""
         wait_for(self._words, self._sent_cell, self._taken + 1, look_round)
         record = self._record(self._taken)
         place, num_bytes, sent_kind, offset = self._words[record : record + 4]

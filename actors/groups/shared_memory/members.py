@@ -1,7 +1,7 @@
-"""How the processes of a shared-memory group find each other, with nothing but a name in common.
+"""Membership of a shared-memory group: how its processes find each other by name, and detect members that have died.
 
-Rank 0 makes the file, the others look for it. When rank 0 sees everybody attached it removes the name: from then on
-the memory lives exactly as long as the processes that map it.
+Rank 0 creates the file, and the others look for it. When every rank has attached, rank 0 removes the name: from then on the
+memory lives exactly as long as the processes that map it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from actors.groups.shared_memory.segment import LINE_BYTES, Geometry
 
 _POLL_S = 0.002
 ABSENT, ATTACHED, CLOSED, FAILED = range(4)
-"""What a rank says of itself."""
+"""The states that a rank publishes."""
 
 
 class SegmentMembers:
-    """Who is in the group and how they are, kept in the segment: a rank writes its own entry and reads the others'."""
+    """The state of every rank of a group, stored in the segment. A rank writes its own entry and reads the others."""
 
     def __init__(self, words: memoryview, geometry: Geometry, rank: int) -> None:
         self._words = words
@@ -31,28 +31,28 @@ class SegmentMembers:
         self._first = [(geometry.rank_block(peer) + LINE_BYTES) // 8 for peer in range(geometry.size)]
 
     def enter(self) -> None:
-        """Write down this process."""
+        """Register this process as attached."""
         process, first = ProcessId.current(), self._first[self._rank]
         self._words[first + 1] = process.pid
         self._words[first + 2] = process.started
         self._words[first] = ATTACHED
 
     def leave(self, state: int) -> None:
-        """Say that this rank will not answer any more (`CLOSED` or `FAILED`); the first reason stands."""
+        """Mark this rank as no longer responding (`CLOSED` or `FAILED`). The first state set stays."""
         if self._words[self._first[self._rank]] == ATTACHED:
             self._words[self._first[self._rank]] = state
 
     def process(self, rank: int) -> ProcessId:
-        """The process of an attached rank."""
+        """Return the process of an attached rank."""
         first = self._first[rank]
         return ProcessId(pid_space(), self._words[first + 1], self._words[first + 2])
 
     def absent(self) -> list[int]:
-        """Ranks that have not attached yet."""
+        """Return the ranks that have not attached yet."""
         return [rank for rank, first in enumerate(self._first) if self._words[first] == ABSENT]
 
     def lost(self, rank: int) -> str | None:
-        """Why an attached rank will not answer any more, None if it may."""
+        """Return why an attached rank will not respond any more, or None if it may."""
         state = self._words[self._first[rank]]
         if state == ABSENT:
             return None
@@ -61,16 +61,17 @@ class SegmentMembers:
         return {CLOSED: f"rank {rank} has closed the group", FAILED: f"rank {rank} has failed"}.get(state)
 
     def all_lost(self) -> list[str]:
-        """Why each lost rank is."""
+        """Return the reason for each rank that will not respond any more."""
         return [why for rank in range(len(self._first)) if (why := self.lost(rank))]
 
 
 def attach(
     name: str, rank: int, geometry: Geometry, title: str, timeout_s: float
 ) -> tuple[mmap.mmap, memoryview, SegmentMembers]:
-    """Map the segment of group `name` and wait until all ranks have: its memory, also as 64-bit words, and who is in it.
+    """Map the segment of group `name`, and wait until all ranks have mapped it.
 
-    Raises `GroupError`, naming the ranks that did not come in time, or the one that died on the way.
+    Returns its memory, the same memory as 64-bit words, and its members. Raises `GroupError` naming the ranks that did not
+    attach in time, or the one that died meanwhile.
     """
     began = time.monotonic()
     if rank == 0:
@@ -109,11 +110,15 @@ def _find(name: str, geometry: Geometry, title: str, deadline: float) -> tuple[P
 def _wait_until(
     complete: Callable[[], bool], members: SegmentMembers, maker: ProcessId, title: str, began: float, timeout_s: float
 ) -> None:
-    """Rank 0 waits for the others; they wait for its word that the name is gone (the first word of the segment)."""
+    """Wait until the group is complete.
+
+    Rank 0 waits for the others to attach. They wait for rank 0 to set the first word of the segment, which means that the
+    file's name is gone.
+    """
     while not complete():
         waited_s = time.monotonic() - began
         lost = members.all_lost()
-        # The maker may die between making the file and entering itself as a member.
+        # The creator may die between creating the file and registering itself as a member.
         if maker.has_ended() and not lost:
             lost = [f"rank 0 (pid {maker.pid}) has died"]
         if lost and not complete():

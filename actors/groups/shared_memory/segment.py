@@ -1,12 +1,12 @@
-"""The memory that the ranks of one shared-memory group map: one file in /dev/shm, without a name once all have it.
+"""The shared-memory segment of one group: a file in /dev/shm, whose name is removed once all ranks have mapped it.
 
 ::
 
     header | a block per rank: flags, process | a block per ordered pair: mailbox counters and records
     slots: 2 per rank (even and odd steps)    | rings: 1 per ordered pair
 
-The file's name says which process made it. It is removed when every rank has attached, or by whoever sees that its
-maker has died; what a crash of all ranks leaves behind is swept by the next group that is made on the host.
+The file's name contains the process that created it. The file is removed when every rank has attached, or by a process that
+finds its creator dead. A crash of all ranks may leave files behind; the next group created on the host removes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNFINISHED = "-new"
 LINE_BYTES = 64
 """A cache line: flags of different writers never share one."""
 RECORDS = 64
-"""Messages that may be under way in one mailbox."""
+"""Number of messages that may be in flight in one mailbox."""
 RECORD_BYTES = 64
 _PAGE_BYTES = 4096
 _SLOT_HEADER_BYTES = 512
@@ -39,44 +39,46 @@ MAX_RANKS = _SLOT_HEADER_BYTES // 8 - 1
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where things are in the file, as byte offsets. Every rank computes the same from the same three numbers."""
+    """The layout of the file, as byte offsets. Every rank computes the same offsets from the same three numbers."""
 
     size: int
     slot_bytes: int
     ring_bytes: int
 
     def rank_block(self, rank: int) -> int:
-        """Flags and process of a rank: one cache line for the flag that peers poll, the next for the rest."""
+        """Return the offset of a rank's flags and process: one cache line for the flag that peers poll, the next for the
+        rest."""
         return _PAGE_BYTES + rank * _RANK_BYTES
 
     def pair_block(self, source: int, to: int) -> int:
-        """Mailbox counters (sent, taken: a line each), then its records."""
+        """Return the offset of a mailbox's counters (sent and taken, a cache line each), which its records follow."""
         return self.rank_block(self.size) + (source * self.size + to) * (_PAIR_COUNTER_BYTES + RECORDS * RECORD_BYTES)
 
     def slot_header(self, rank: int, parity: int) -> int:
-        """What a rank says about the contents of its slot."""
+        """Return the offset of the description of a rank's slot."""
         return self.pair_block(self.size, 0) + (2 * rank + parity) * _SLOT_HEADER_BYTES
 
     def slot(self, rank: int, parity: int) -> int:
-        """A rank's data of the even or the odd steps."""
+        """Return the offset of a rank's data of the even or the odd steps."""
         first = _round_up(self.slot_header(self.size, 0), _PAGE_BYTES)
         return first + (2 * rank + parity) * self.slot_bytes
 
     def ring(self, source: int, to: int) -> int:
-        """Data of a mailbox."""
+        """Return the offset of the data of a mailbox."""
         before = source * (self.size - 1) + (to if to < source else to - 1)
         return self.slot(self.size, 0) + before * self.ring_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file, in bytes."""
         return self.slot(self.size, 0) + self.size * (self.size - 1) * self.ring_bytes
 
 
 def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
-    """Make the file for the group `name`, all zero, its memory reserved. It appears under its name complete or not at all.
+    """Create the file of the group `name`, filled with zeros, with its memory reserved. It appears under its name complete or
+    not at all.
 
-    Raises `GroupError` where the memory is not there: touching it later would end the process with SIGBUS.
+    Raises `GroupError` if there is not enough memory: touching it later would end the process with SIGBUS.
     """
     sweep()
     path = DIRECTORY / f"{PREFIX}-{_checked(name)}-{ProcessId.current()}"
@@ -101,7 +103,7 @@ def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
 
 
 def find(name: str) -> Path | None:
-    """The file of the group `name` whose maker still runs, if it is there."""
+    """Return the file of the group `name` whose creator is still running, or None."""
     for path, process in _files(_checked(name)):
         if not path.name.endswith(_UNFINISHED) and process.space == pid_space() and not process.has_ended():
             return path
@@ -109,14 +111,14 @@ def find(name: str) -> Path | None:
 
 
 def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
-    """Map a file found by `find`. Raises `GroupError` if another user owns it or its size is not what this rank expects."""
+    """Map a file found by `find`. Raises `GroupError` if another user owns it, or if its size is not the expected one."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         status = os.fstat(file)
         if status.st_uid != os.getuid() or status.st_size != geometry.total_bytes:
             raise GroupError(
                 f"{path} (user {status.st_uid}, {status.st_size} bytes) is not the group this rank (user {os.getuid()}) was "
-                f"told to join: {geometry} takes {geometry.total_bytes} bytes"
+                f"expected to join: {geometry} takes {geometry.total_bytes} bytes"
             )
         return mmap.mmap(file, geometry.total_bytes)
     finally:
@@ -124,12 +126,12 @@ def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
 
 
 def maker(path: Path) -> ProcessId:
-    """The process that made a file, from its name. Raises `ValueError` for names of another form."""
+    """Return the process that created a file, from its name. Raises `ValueError` if the name has another form."""
     return ProcessId.parse(path.name.removesuffix(_UNFINISHED).split("-", 2)[2])
 
 
 def sweep() -> None:
-    """Remove files whose makers have ended."""
+    """Remove files whose creators have ended."""
     for path, process in _files("*"):
         if process.has_ended():
             with suppress(OSError):

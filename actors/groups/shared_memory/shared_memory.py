@@ -1,8 +1,8 @@
-"""Ranks as processes of one host, exchanging through memory they all map. CPU tensors only.
+"""A group of processes on one host that communicate through shared memory. CPU tensors only.
 
-Collectives are made of steps (`slot_exchange.py`), mail goes through one ring per pair (`mailbox.py`), and the processes find
-each other by a name (`members.py`). Only x86-64 keeps the memory order this needs: elsewhere `shared_memory_works` says
-no, and gloo takes over.
+Collectives are made of steps (`slot_exchange.py`), point-to-point messages go through one ring per pair (`mailbox.py`), and the
+processes find each other by a name (`members.py`). Only x86-64 guarantees the memory order that this needs: elsewhere
+`shared_memory_works` returns False, and gloo is used.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from actors.groups.shared_memory.slot_exchange import DTYPE_CODES, Slot, SlotExc
 from actors.groups.shared_memory.waiting import GaveUpError, LookRound
 
 SLOT_BYTES = 1 << 20
-"""Larger tensors take several steps. The slots of all ranks should stay in the processor's cache."""
+"""Size of a slot; larger tensors take several steps. The slots of all ranks should stay in the processor's cache."""
 _RINGS_BYTES = 4 << 20
-"""All outgoing mailboxes of a rank together."""
+"""Size of all outgoing mailboxes of a rank together."""
 _DRAIN_S = 5.0
 _GATHER_BYTES = 64 * 1024
-"""Up to this size three or more ranks all-reduce in one step, each summing all; above, each sums its 1/n."""
+"""Up to this size, three or more ranks all-reduce in one step, in which each sums everything; above it, each sums its 1/n."""
 
 
 def shared_memory_works() -> bool:
@@ -40,7 +40,7 @@ def shared_memory_works() -> bool:
 
 
 class SharedMemoryGroup(CountedGroup):
-    """One rank of a group of processes on one host. Made with `attach`, by all members at the same time."""
+    """One rank of a group of processes on one host, created with `attach` by all members at the same time."""
 
     def __init__(self, name: str, rank: int, size: int, axis: str, timeout_s: float, slot_bytes: int) -> None:
         super().__init__(rank, size, axis, timeout_s)
@@ -68,10 +68,11 @@ class SharedMemoryGroup(CountedGroup):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryGroup:
-        """Join the group `name` and return when every rank has.
+        """Join the group `name`, and return when every rank has joined.
 
-        No other group being made on this host may have that name: put the engine and its generation into it.
-        `slot_bytes` (a multiple of 4096) is equal on all ranks. Raises `GroupError` with the ranks that did not come.
+        No other group that is being created on this host may have the same name: include the engine and its generation.
+        `slot_bytes` (a multiple of 4096) must be equal on all ranks. Raises `GroupError` naming the ranks that did not join in
+        time.
         """
         if not shared_memory_works():
             raise GroupError(f"shared memory between ranks needs Linux on x86-64, not {platform.machine()}; use gloo")
@@ -85,14 +86,14 @@ class SharedMemoryGroup(CountedGroup):
     def close(self) -> None:
         """Leave the group and unmap its memory: peers that wait for this rank raise `GroupError`.
 
-        Mail in the rings can still be taken afterwards. A message too large for its ring lives in this process only, so
-        closing waits a little (5 s at most) for its receiver.
+        Messages in the rings can still be received afterwards. A message too large for its ring exists in this process only, so
+        closing waits for its receiver, at most 5 s.
         """
         try:
             for to, outbox in self._outboxes.items():
                 outbox.drain(self._look_at(to, min(self.timeout_s, _DRAIN_S)))
         except GaveUpError:
-            pass  # The receiver is gone or busy; it will hear that this rank has closed.
+            pass  # The receiver is gone or busy; it will find that this rank has closed.
         self._leave(CLOSED)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ class SharedMemoryGroup(CountedGroup):
         return out.view(x.shape)
 
     def _sum_at_once(self, x: Tensor) -> Tensor:
-        """The sum of tensors that fit a slot, in one step. A layer waits for two of these, so little is done besides."""
+        """Return the sum of tensors that fit in a slot, in one step. A layer waits for two of these sums, so the code does
+        little else."""
         exchange = self._open("all_reduce")
         try:
             shown = exchange.begin_shaped(x)
@@ -195,7 +197,7 @@ class SharedMemoryGroup(CountedGroup):
         return out
 
     def _write_parts(self, slot: Slot, parts: Sequence[Tensor], at: int) -> None:
-        """Write into the section of each peer the elements of its part from `at` on, as many as a section holds."""
+        """Write to each peer's section the elements of its part from `at` on, as many as a section holds."""
         section = self._section_bytes // parts[0].itemsize
         elements = slot[parts[0].dtype]
         for peer in self._peers:
@@ -203,7 +205,7 @@ class SharedMemoryGroup(CountedGroup):
             elements[peer * section : peer * section + len(piece)].copy_(piece)
 
     def _section(self, slot: Slot, like: Tensor) -> Tensor:
-        """What a peer has put into this rank's section, as many elements as `like` has."""
+        """Return what a peer has written to this rank's section, as many elements as `like` has."""
         start = self.rank * (self._section_bytes // like.itemsize)
         return slot[like.dtype][start : start + len(like)]
 
@@ -220,7 +222,7 @@ class SharedMemoryGroup(CountedGroup):
 
     @contextmanager
     def _operation(self, operation: str) -> Iterator[SlotExchange]:
-        """Turn a wait that was given up into a `GroupError` about `operation`, after which the group is closed."""
+        """Convert a wait that was given up into a `GroupError` about `operation`, after which the group is closed."""
         exchange = self._open(operation)
         try:
             yield exchange
@@ -246,7 +248,8 @@ class SharedMemoryGroup(CountedGroup):
 
 
 def _longest_part(splits: Sequence[Sequence[int]], receive: Sequence[int], rank: int) -> int:
-    """Rows of the longest part any rank sends to any other. Raises `GaveUpError` if this rank expects other numbers."""
+    """Return the rows of the longest part that any rank sends to another. Raises `GaveUpError` if this rank expects other
+    numbers."""
     sent_here = [row[rank] for row in splits]
     if sent_here != list(receive):
         raise GaveUpError(f"receive={list(receive)} but the ranks sent {sent_here} rows")

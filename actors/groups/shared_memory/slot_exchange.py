@@ -1,16 +1,16 @@
-"""Steps: how the ranks of a shared-memory group show each other a slot of data at a time.
+"""Steps: how the ranks of a shared-memory group exchange data, one slot at a time.
 
-In a step each rank writes its slot, raises its own counter to the number of the step, waits until every other counter
-is there, and then reads what it needs from the slots::
+In a step each rank writes its slot, sets its own counter to the number of the step, waits until every other counter has reached
+that number, and then reads what it needs from the slots::
 
     rank 0   write slot 0 . counter 7 ... wait ... read slots 0 1
     rank 1        write slot 1 . counter 7 . wait . read slots 0 1
 
-Each rank has two slots, for even and odd steps, and no other signal is needed: who raises its counter to 8 has finished
-reading step 7, and a slot is written again only in step 9, after everybody has been seen in step 8.
+Each rank has two slots, for even and odd steps, and no other signal is needed: a rank whose counter is 8 has finished reading
+step 7, and a slot is written again only in step 9, after every rank has reached step 8.
 
-The counters are plain 8-byte stores after the data. Other processors see them in that order only where stores are not
-reordered with stores nor loads with loads: on x86-64. (memcpy fences the streaming stores it uses for large copies.)
+The counters are plain 8-byte stores after the data. Other processors see them in that order only where stores are not reordered
+with stores nor loads with loads: on x86-64. (memcpy fences the streaming stores it uses for large copies.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 Slot = dict[torch.dtype, Tensor]
-"""The same bytes seen as ``[elements]`` of each dtype."""
+"""The same bytes viewed as ``[elements]`` of each dtype."""
 
 
 class SlotExchange:
@@ -57,12 +57,16 @@ class SlotExchange:
         ]
 
     def begin(self) -> list[Slot]:
-        """Start the next step: the slots of all ranks. Write this rank's, call `finish`, then read the others'."""
+        """Start the next step and return the slots of all ranks. Write this rank's slot, call `finish`, then read the
+        others."""
         self._step += 1
         return self._slots[self._step & 1]
 
     def begin_shaped(self, like: Tensor) -> list[Tensor]:
-        """`begin`, with the start of every slot seen as a tensor like this one. Views are kept: shapes come again."""
+        """Start the next step as `begin` does, and return the start of every slot as a tensor like `like`.
+
+        The views are cached, because shapes recur.
+        """
         self._step += 1
         key = (like.dtype, like.shape)
         if key not in self._shaped:
@@ -73,9 +77,9 @@ class SlotExchange:
         return self._shaped[key][self._step & 1]
 
     def finish(self, operation: str, dtype: torch.dtype, count: int) -> None:
-        """Show this rank's slot and wait for the others'. All ranks must have called with the same arguments.
+        """Publish this rank's slot and wait for the others. All ranks must call it with the same arguments.
 
-        Raises `GaveUpError` when a rank has died or left, is late, or does something else.
+        Raises `GaveUpError` if a rank has died or left, is late, or calls another operation.
         """
         words, step = self._words, self._step
         headers = self._headers[step & 1]
@@ -89,13 +93,13 @@ class SlotExchange:
                 raise GaveUpError(f"rank {peer} is in {_describe(words[headers[peer]])}, this rank in {_describe(signature)}")
 
     def publish_splits(self, splits: Sequence[int]) -> None:
-        """Between `begin` and `finish`: write how many rows this rank sends to each."""
+        """Publish the number of rows that this rank sends to each rank. Call it between `begin` and `finish`."""
         first = self._headers[self._step & 1][self._rank] + 1
         for index, rows in enumerate(splits):
             self._words[first + index] = rows
 
     def splits(self) -> list[list[int]]:
-        """After `finish`: what each rank published, in rank order."""
+        """Return what each rank published, in rank order. Call it after `finish`."""
         size = len(self._counters)
         return [self._words[first + 1 : first + 1 + size].tolist() for first in self._headers[self._step & 1]]
 

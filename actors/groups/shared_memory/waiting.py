@@ -1,4 +1,4 @@
-"""Waiting for a counter in shared memory that another process raises."""
+"""Waiting for a counter in shared memory that another process increases."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import time
 from collections.abc import Callable
 
 _SPINS = 30
-"""Looks before giving the core away: a peer that is on another core answers within these."""
+"""Number of reads before yielding the core: a peer on another core answers within these."""
 _YIELD_S = 0.001
-"""How long to only yield. With more ranks than cores, yielding is what lets the missing peer run."""
+"""Time during which to yield only, in seconds. With more ranks than cores, yielding lets the missing peer run."""
 _FIRST_NAP_S = 50e-6
 _LONGEST_NAP_S = 0.001
 _LOOK_ROUND_S = 0.05
-"""How often to look whether the peer still lives."""
+"""Interval between checks of whether the peer is still alive, in seconds."""
 
 LookRound = Callable[[float], str | None]
-"""Given how long a wait has lasted, in seconds: why to give it up, None to go on."""
+"""A function that receives how long a wait has lasted, in seconds, and returns why to give it up, or None to continue."""
 
 
 class GaveUpError(Exception):
-    """A wait that was given up; the message says why."""
+    """A wait that was given up; the message gives the reason."""
 
 
 def wait_for(words: memoryview, cell: int, target: int, look_round: LookRound) -> None:
-    """Return when ``words[cell] >= target``.
+    """Wait until ``words[cell] >= target``.
 
-    `look_round` is asked every 50 ms. Raises `GaveUpError` with its reason, unless the counter has come after all.
+    `look_round` is called every 50 ms. Raises `GaveUpError` with the reason it returns, unless the counter has reached the
+    target after all.
     """
     for _ in range(_SPINS):
         if words[cell] >= target:
@@ -48,6 +49,6 @@ def _nap(words: memoryview, cell: int, target: int, look_round: LookRound, began
         if now >= next_look:
             next_look = now + _LOOK_ROUND_S
             reason = look_round(now - began)
-            # Read the counter after the reason: a peer may raise it and leave.
+            # Read the counter after the reason: a peer may increase it and leave.
             if reason is not None and words[cell] < target:
                 raise GaveUpError(reason)
