@@ -1,1 +1,1 @@
-"""From logits to tokens: each rank has a slice of the vocabulary, and all choose the same token."""
+"""Sampling, from logits to tokens: each rank has a slice of the vocabulary, and all ranks choose the same token."""

@@ -1,4 +1,4 @@
-"""The best tokens of each row, in an order without ties: by (-logit, id)."""
+"""The top tokens of each row, in a total order without ties: by (-logit, id)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Candidates(NamedTuple):
 
 
 def best(logits: Tensor, ids: Tensor, count: int) -> Candidates:
-    """The `count` best columns of each row of `logits` [rows, columns] (all, where there are no more).
+    """Return the `count` best columns of each row of `logits` [rows, columns], or all columns if there are not more.
 
-    `ids`: int32 vocabulary ids, [columns] or [rows, columns]. NaN counts as +inf, so it comes first and is seen by
-    whoever looks at the best logit.
+    `ids` are int32 vocabulary ids, [columns] or [rows, columns]. NaN counts as +inf, so it comes first, and a check of the best
+    logit detects it.
     """
     ids = ids.expand(logits.shape)
     if count >= logits.shape[1]:
         return _sorted(logits, ids)
-    # One more than wanted: where the last wanted and the next are equal, topk may have taken either.
+    # One more than needed: if the last one needed and the next are equal, topk may have returned either.
     values, at = logits.topk(count + 1, dim=-1)
     found = _sorted(values[:, :count], ids.gather(1, at[:, :count]))
     for row in torch.nonzero(values[:, count] == values[:, count - 1]).flatten().tolist():
@@ -34,14 +34,18 @@ def best(logits: Tensor, ids: Tensor, count: int) -> Candidates:
 
 
 def _break_ties(logits: Tensor, ids: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of one row [columns], from all that are as good as `last`. bf16 logits are equal often."""
+    """Return the `count` best of one row [columns], from all columns at least as good as `last`. Equal bf16 logits are
+    common."""
     columns = torch.nonzero(torch.nan_to_num(logits, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf) >= last).flatten()
     ordered = _sorted(logits[columns].unsqueeze(0), ids[columns].unsqueeze(0))
     return ordered.logits[0, :count], ordered.ids[0, :count]
 
 
 def _sorted(logits: Tensor, ids: Tensor) -> Candidates:
-    """Logit and id are packed in one integer, logit above, so that an unstable sort has no ties to break."""
+    """Sort the columns of each row by (-logit, id).
+
+    Logit and id are packed into one integer, the logit in the high bits, so that an unstable sort has no ties to break.
+    """
     clean = torch.nan_to_num(logits, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0.0 equals 0.0
     keys = ((_flip(clean.view(torch.int32)).to(torch.int64) << 32) - ids).sort(dim=-1, descending=True).values
     high = (keys + 0x7FFFFFFF) >> 32
@@ -49,5 +53,5 @@ def _sorted(logits: Tensor, ids: Tensor) -> Candidates:
 
 
 def _flip(bits: Tensor) -> Tensor:
-    """fp32 bits to int32 that sort like the floats, and back: the magnitude of negative ones is turned round."""
+    """Convert fp32 bits to int32 that sort like the floats, and back, by inverting the magnitude of negative numbers."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""Rows in pieces: on a CPU a row of the vocabulary fits the cache and thirty-two do not, which makes each pass 3x slower."""
+"""Blocks of logit rows: on a CPU one vocabulary row fits the cache and thirty-two do not, which makes each pass 3x slower."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 _CACHED_COLUMNS = 1 << 16
-"""fp32 columns worked on at a time: 256 KiB, and as much again for intermediate values, in a 1 MiB cache."""
+"""fp32 columns processed at a time: 256 KiB, and as much again for intermediate values, in a 1 MiB cache."""
 
 
 def blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of the rows of `rows` [rows, columns], to be worked on one after the other. All at once on a GPU."""
+    """Yield slices of the rows of `rows` [rows, columns], to be processed one after the other. On a GPU there is one slice."""
     total, columns = rows.shape
     size = max(1, _CACHED_COLUMNS // columns) if rows.device.type == "cpu" else total
     for start in range(0, total, size):

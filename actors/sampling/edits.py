@@ -1,4 +1,4 @@
-"""Changes to a row's logits that come before temperature: logit bias, penalties, and the min_tokens mask."""
+"""Logits processors applied before temperature: logit bias, penalties, and the min_tokens mask."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from actors.sampling.rows import SampleRow
 
 
 def edit(logits: Tensor, row: SampleRow, own: range) -> None:
-    """Change, in place, the logits [own] of one row. Ids outside `own` are another rank's business.
+    """Modify the logits [own] of one row in place. Token ids outside `own` belong to other ranks and are ignored.
 
-    In this order: bias; repetition penalty over prompt and output (positive logits divided, others multiplied, once
-    per distinct token: Keskar et al., "CTRL", 2019, section 4.1, with the sign rule of transformers); presence and
-    frequency penalties over the output; stop tokens masked until `min_tokens` are out.
+    The order is: bias; repetition penalty over prompt and output (positive logits divided, others multiplied, once per distinct
+    token: Keskar et al., "CTRL", 2019, section 4.1, with the sign rule of transformers); presence and frequency penalties over
+    the output; stop tokens masked until the output has `min_tokens` tokens.
     """
     params = row.sampling
     if params.logit_bias:
@@ -34,13 +34,14 @@ def edit(logits: Tensor, row: SampleRow, own: range) -> None:
 
 
 def _repetition(logits: Tensor, columns: Tensor, penalty: float) -> None:
-    """A column that comes twice is read before any is written, and written the same value twice."""
+    """Apply the repetition penalty. A column that occurs twice is read before any is written, and the same value is written
+    twice."""
     seen = logits[columns]
     logits[columns] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
 
 def _columns(ids: object, own: range, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Columns of those `ids` that are in `own`, and which of the ids they are (a mask)."""
+    """Return the columns of the `ids` that are in `own`, and a mask of the ids that these are."""
     columns = torch.tensor(ids, dtype=torch.int64, device=device) - own.start
     held = (columns >= 0) & (columns < len(own))
     return columns[held], held

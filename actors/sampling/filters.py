@@ -1,7 +1,7 @@
-"""top-k, top-p and min-p over a row's candidates, and the draw among those that stay.
+"""top-k, top-p (nucleus) and min-p filters over a row's candidates, and the draw among those that remain.
 
-Candidates are sorted by (-logit, id), which is the same order everywhere, so ties at a boundary fall the same way under
-any layout. Filters come in the order of transformers: temperature, top-k, top-p over what top-k left, min-p.
+Candidates are sorted by (-logit, id), which is the same order everywhere, so that ties at a boundary are resolved identically
+under any layout. Filters are applied in the order of transformers: temperature, top-k, top-p over what top-k left, min-p.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from actors.sampling.noise import gumbel_of
 from actors.sampling.rows import SampleRow
 
 _TRIES = (128, 2048)
-"""Candidates tried before a whole row is sorted: the first hold the top-p mass of most rows, at 1/40 of the time."""
+"""Numbers of candidates tried before a whole row is sorted: the first covers the top-p mass of most rows, in 1/40 of the
+time."""
 
 
 def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None = None) -> Tensor:
-    """[rows] the id drawn for each row. `mass`: as in `nucleus`."""
+    """Return the id drawn for each row, [rows]. `mass` is that of `nucleus`."""
     device = candidates.logits.device
     params = [row.sampling for row in rows]
     scaled = candidates.logits / temperatures(rows, device)
@@ -36,28 +37,29 @@ def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None 
 
 
 def nucleus(scaled: Tensor, keep: Tensor, top_p: Sequence[float], mass: Tensor | None = None) -> Tensor:
-    """Mask of the candidates before which less than `top_p` of the mass lies; the first always stays.
+    """Return a mask of the candidates before which less than `top_p` of the mass lies. The first candidate always stays.
 
-    Sums run in fp64 over weights exp(scaled - best). `mass` [rows] is the weight of the row's whole vocabulary; None
-    where only the candidates that `keep` marks count (after top-k).
+    Sums are computed in fp64 over weights exp(scaled - best). `mass` [rows] is the weight of the row's whole vocabulary; if it
+    is None, only the candidates that `keep` marks count (after top-k).
     """
     weights = _weights(scaled).masked_fill(~keep, 0.0).double()
     sums = weights.cumsum(dim=-1)
     whole = sums[:, -1] if mass is None else mass
     limit = torch.tensor(top_p, dtype=torch.float64, device=scaled.device)
-    # 1.0 means "off", also where rounding makes the sum of all but the last reach the whole.
+    # 1.0 means "off", even if rounding makes the sum of all but the last reach the whole.
     stay = (sums - weights < (limit * whole).unsqueeze(1)) | (limit >= 1.0).unsqueeze(1)
     stay[:, 0] = True
     return stay
 
 
 def min_p_floor(best_scaled: Tensor, min_p: Sequence[float]) -> Tensor:
-    """[rows, 1] lowest scaled logit that stays: p >= min_p * max p, which needs no sum over the vocabulary."""
+    """Return the lowest scaled logit that stays, [rows, 1]: p >= min_p * max p, which needs no sum over the vocabulary."""
     return best_scaled + best_scaled.new_tensor(min_p).log().unsqueeze(1)
 
 
 def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """[rows] ids and best logits: a draw from whole rows [rows, vocab_size], where top-p needs the mass of all tokens."""
+    """Draw from whole rows of `logits` [rows, vocab_size], where top-p needs the mass of all tokens. Returns ids and best
+    logits, both [rows]."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     mass = _mass(logits, rows)
     chosen, peaks = logits.new_zeros(len(rows), dtype=torch.int32), logits.amax(dim=-1)
@@ -74,19 +76,20 @@ def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Te
 
 
 def temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
-    """[rows, 1] fp32."""
+    """Return the temperatures of the rows, [rows, 1] fp32."""
     return torch.tensor([[row.sampling.temperature] for row in rows], dtype=torch.float32, device=device)
 
 
 def _mass(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """[rows] fp64 sum of exp((logit - best) / temperature)."""
+    """Return the sums of exp((logit - best) / temperature), [rows] fp64."""
     temperature = temperatures(rows, logits.device)
     parts = [logits[block] / temperature[block] for block in blocks(logits)]
     return torch.cat([_weights(part, part.amax(dim=-1, keepdim=True)).sum(dim=-1, dtype=torch.float64) for part in parts])
 
 
 def _short(few: Candidates, rows: Sequence[SampleRow], mass: Tensor) -> list[bool]:
-    """Rows whose top-p reaches beyond the candidates at hand. Every rank holds the same values and finds the same rows."""
+    """Return which rows have a top-p that reaches beyond the given candidates. Every rank has the same values and finds the
+    same rows."""
     held = _weights(few.logits / temperatures(rows, mass.device)).sum(dim=-1, dtype=torch.float64)
     top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64, device=mass.device)
     short: list[bool] = (held < top_p * mass).tolist()
@@ -94,11 +97,11 @@ def _short(few: Candidates, rows: Sequence[SampleRow], mass: Tensor) -> list[boo
 
 
 def _weights(scaled: Tensor, peak: Tensor | None = None) -> Tensor:
-    """exp(scaled - peak); the peak of sorted candidates is their first."""
+    """Return exp(scaled - peak). The peak of sorted candidates is the first of them."""
     return (scaled - (scaled[:, :1] if peak is None else peak)).exp_()
 
 
 def _top_k(scaled: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Mask of the first k candidates of each row (all where k is 0) that are not masked out (-inf)."""
+    """Return a mask of the first k candidates of each row (all if k is 0) that are not masked out (-inf)."""
     limit = torch.tensor([[k or scaled.shape[1]] for k in top_k], device=scaled.device)
     return (torch.arange(scaled.shape[1], device=scaled.device) < limit) & (scaled > -torch.inf)

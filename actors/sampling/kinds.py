@@ -1,10 +1,10 @@
-"""The three ways to choose a token when the logits lie in slices on several ranks, each exact and each one exchange.
+"""Vocabulary-parallel sampling: three ways to choose a token from logits split over TP ranks, each exact, with one exchange.
 
     Race        greedy, and temperature with min-p at most    every rank sends its best (score, id)     8 bytes a row
     Shortlist   top-k, with or without top-p and min-p        every rank sends its own top k            8 k bytes a row
     FullLogits  top-p alone, which needs the whole mass       every rank sends its logits               4 V/n bytes a row
 
-Which rows are of which kind follows from their parameters alone, so all ranks issue the same collectives.
+The kind of a row follows from its parameters alone, so all ranks issue the same collectives.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from placement.cost.sampling_traffic import kind_of
 
 
 class Kind(Protocol):
-    """Rows chosen alike: `index` are their places in the step."""
+    """Rows that are chosen in the same way. `index` are their indices in the step."""
 
     index: list[int]
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """What the peers need to know of this rank's logits [rows, width]: the rows of `index`, in that order."""
+        """Return what this rank sends its peers for its logits [rows, width], which are the rows of `index` in that order."""
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Chosen ids [rows], and a number that is finite where the choice is sound; from every rank's `send`."""
+        """Choose from what every rank's `send` returned. Returns ids [rows], and a number [rows] that is finite if the choice
+        is valid."""
 
 
 class Race:
-    """Each rank's best score races the others'. The score is the logit, or the scaled logit plus noise."""
+    """Each rank's best score competes with those of the others. The score is the logit, or the scaled logit plus noise."""
 
     def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int], greedy: bool) -> None:
         self._shard, self._rows, self.index, self._greedy = shard, rows, index, greedy
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """[rows] best scores and their ids; the lowest id of equal ones."""
+        """Return the best scores and their ids, both [rows]. Among equal scores the lowest id is taken."""
         scores, columns = logits.max(dim=-1) if self._greedy else self._draw(logits)
         return [scores, self._shard.ids[columns]]
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """See `Kind.choose`."""
         scores, ranks = gathered[0].max(dim=0)
         return gathered[1].gather(0, ranks.unsqueeze(0)).squeeze(0), scores
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows] largest noisy scores and their columns."""
+        """Return the largest noisy scores and their columns, both [rows]."""
         temperature, floor = temperatures(self._rows, logits.device), self._floor(logits)
         found = [
             self._draw_block(logits[b] / temperature[b], self._rows[b], None if floor is None else floor[b])
@@ -70,7 +72,8 @@ class Race:
         return scores, columns
 
     def _floor(self, logits: Tensor) -> Tensor | None:
-        """Lowest scaled logit that passes min-p: it hangs on the best of all ranks, an exchange only such rows ask for."""
+        """Return the lowest scaled logit that passes min-p. It depends on the best logit of all ranks: an exchange only with
+        such rows."""
         min_p = [row.sampling.min_p for row in self._rows]
         if not any(min_p):
             return None
@@ -79,38 +82,40 @@ class Race:
 
 
 class Shortlist:
-    """The best k of all are among each rank's best k."""
+    """The top k of the whole vocabulary are among the top k of each rank."""
 
     def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int]) -> None:
         self._shard, self._rows, self.index = shard, rows, index
         self._count = max(row.sampling.top_k for row in rows)
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """[rows, k] logits and ids of this rank's best."""
+        """Return the logits and ids of this rank's top k, both [rows, k]."""
         return list(best(logits, self._shard.ids, self._count))
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """See `Kind.choose`."""
         logits, ids = (part.transpose(0, 1).flatten(1) for part in gathered)
         candidates = Candidates(logits, ids) if len(gathered[0]) == 1 else best(logits, ids, self._count)
         return draw(candidates, self._rows), candidates.logits[:, 0]
 
 
 class FullLogits:
-    """Every rank gets these rows' logits whole, and finds the same token."""
+    """Every rank gathers the whole logits of these rows, and draws the same token."""
 
     def __init__(self, shard: VocabShard, rows: list[SampleRow], index: list[int]) -> None:
         self._shard, self._rows, self.index = shard, rows, index
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """[rows, width] logits."""
+        """Return the logits, [rows, width]."""
         return [logits]
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """See `Kind.choose`."""
         return draw_from_all(self._shard.join(gathered[0]), self._rows)
 
 
 def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
-    """The rows of a step, sorted by how they are chosen. The order of kinds is the same on all ranks."""
+    """Yield the rows of a step, grouped by kind. The order of kinds is the same on all ranks."""
     sorted_rows: dict[str | int, list[int]] = {}
     for at, row in enumerate(rows):
         params = row.sampling

@@ -1,4 +1,4 @@
-"""What the sampler is asked for one sequence, and what it answers."""
+"""The input and output of the sampler for one sequence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from actors.wire.requests import SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would overflow fp32 before it changed the choice."""
+"""Temperatures below this are greedy: dividing by them would overflow fp32 before it changed the choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One sequence whose next token is wanted. `tokens` is its prompt and output so far, and is only read."""
+    """One sequence whose next token is sampled. `tokens` are its prompt and output so far; the sampler only reads them."""
 
     sampling: SamplingParams
     tokens: Sequence[int]
@@ -21,12 +21,12 @@ class SampleRow:
 
     @property
     def position(self) -> int:
-        """Place in the sequence of the token being sampled: the counter of its noise."""
+        """Position in the sequence of the token being sampled, which is the counter of its noise."""
         return len(self.tokens)
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -34,8 +34,8 @@ class SampleRow:
 class SampleResult:
     """The token sampled for one row.
 
-    `error` is set where no token could be chosen (NaN or infinite logits, everything masked). The token is then 0, an
-    ordinary id that must not be emitted: the request ends with the error, and the other rows of the step are sound.
+    `error` is set if no token could be chosen (NaN or infinite logits, everything masked). The token is then 0, an ordinary id
+    that must not be emitted: the request ends with the error. Other rows of the step are not affected.
     """
 
     token: int
@@ -44,12 +44,12 @@ class SampleResult:
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the likeliest token is wanted, whatever the seed."""
+    """Whether the most likely token is chosen, whatever the seed."""
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
 def is_edited(row: SampleRow) -> bool:
-    """Whether the row's logits are changed before temperature and filters."""
+    """Whether the row's logits are modified before temperature and filters."""
     params = row.sampling
     return bool(
         params.logit_bias

@@ -1,11 +1,11 @@
-"""From logits to tokens, the same on every rank of a tp group and under every layout.
+"""The sampler: from logits to tokens, identical on every rank of a TP group and under every layout.
 
     logits ──────────────────────────────────────────────→ logprobs (of the raw logits, over the true vocabulary)
        └→ bias → penalties → min_tokens → temperature → top-k → top-p → min-p → + noise → the largest
 
-The tp group is that of one DP rank (attn_dp): DP ranks sample their own rows and need not wait for each other.
-No rank gathers logits where less is exact (see `actors.sampling.kinds`), and a step is one all-gather of a few bytes a
-row in the common cases: one more where a row has min-p without top-k or top-p, two more where rows want logprobs.
+The TP group is that of one DP rank (attn_dp): DP ranks sample their own rows and do not wait for each other. No rank gathers
+full logits if less is exact (see `actors.sampling.kinds`). In the common cases a step is one all-gather of a few bytes a row;
+there is one more if a row has min-p without top-k or top-p, and two more if rows request logprobs.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["SampleResult", "SampleRow", "Sampler"]
 
 
 class Sampler:
-    """Samples and scores from one rank's slice of the logits. All ranks of `tp` make the same calls in the same order."""
+    """Samples and scores from one rank's slice of the logits. All ranks of `tp` must make the same calls in the same order."""
 
     def __init__(self, tp: Group, vocab: range, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        """`vocab`: this rank's rows of the padded vocabulary (`placement.ownership.shards.vocabulary`); it may run past
-        `vocab_size`.
+        """Exchange the vocabulary ranges of the ranks. A collective of the TP group.
 
-        A collective: the ranks tell each other their ranges.
+        `vocab` are this rank's rows of the padded vocabulary (`placement.ownership.shards.vocabulary`); it may extend past
+        `vocab_size`.
         """
         self._shard = VocabShard(tp, vocab, vocab_size, torch.device(device))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
-        """The next token of each row, from fp32 `logits` [rows, len(vocab)] of this rank.
+        """Return the next token of each row, from this rank's fp32 `logits` [rows, len(vocab)].
 
-        Log-probabilities, where asked for, are those of the raw logits: before bias, penalties, temperature and
-        filters. Equal logits go to the lowest id. A row without a possible token gets `SampleResult.error`.
+        Log-probabilities, if requested, are those of the raw logits: before bias, penalties, temperature and filters. Among
+        equal logits the lowest id is chosen. A row without a possible token gets `SampleResult.error`.
         """
         if not rows:
             return []
@@ -57,10 +57,10 @@ class Sampler:
         return choices
 
     def score(self, logits: Tensor, targets: Sequence[int], num_top: Sequence[int] | int) -> list[TokenLogprob]:
-        """Log-probability and rank of each row's target under raw `logits` [rows, len(vocab)], with alternatives.
+        """Return log-probability and rank of each row's target under raw `logits` [rows, len(vocab)], with alternatives.
 
-        `num_top`: alternatives wanted (of each row), sorted by (-logprob, id); at most `vocab_size` come. Values are
-        finite: an impossible token has -9999.
+        `num_top` is the number of alternatives (of each row), which are sorted by (-logprob, id); at most `vocab_size` are
+        returned. Values are finite: an impossible token has -9999.
         """
         if not targets:
             return []
@@ -68,7 +68,7 @@ class Sampler:
         return scores.score(self._shard, self._shard.columns(logits), targets, counts)
 
     def _edited(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """The logits after bias, penalties and masks; a copy where any row has some."""
+        """Return the logits after bias, penalties and masks: a copy if any row has some."""
         changed = [at for at, row in enumerate(rows) if is_edited(row)]
         if not changed:
             return logits
@@ -92,12 +92,12 @@ class Sampler:
 
 
 def _take(logits: Tensor, index: list[int]) -> Tensor:
-    """The rows of `index`, without a copy where that is all of them."""
+    """Return the rows of `index`, without a copy if these are all rows."""
     return logits if len(index) == logits.shape[0] else logits[index]
 
 
 def _fault(value: float) -> str | None:
-    """What is wrong with a choice whose best score is `value`."""
+    """Return what is wrong with a choice whose best score is `value`, or None."""
     if value - value == 0:
         return None
     if value == -torch.inf:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, of the likeliest ones, and a token's rank, from slices of raw logits."""
+"""Logprobs from slices of raw logits: of given tokens and of the most likely ones, and the rank of a token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from actors.sampling.shard import VocabShard
 from actors.wire.requests import TokenLogprob
 
 FLOOR = -9999.0
-"""Log-probability reported for an impossible token (and for NaN): JSON has no infinities."""
+"""Log-probability reported for an impossible token (and for NaN), because JSON has no infinities."""
 
 
 def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """Scores of `targets`, one a row of this rank's logits [rows, width], with `num_top` alternatives each.
+    """Return the scores of `targets`, one for each row of this rank's logits [rows, width], with `num_top` alternatives each.
 
-    Two exchanges: the targets' logits, which only their owners hold; then, all in one, what the sum over the
-    vocabulary, the targets' ranks and the alternatives need.
+    There are two exchanges: the targets' logits, which only their owners hold; then, in one, what the sum over the vocabulary,
+    the targets' ranks and the alternatives need.
     """
     device = logits.device
     wanted = torch.tensor(targets, dtype=torch.int32, device=device).unsqueeze(1)
@@ -42,16 +42,16 @@ def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Se
 
 
 def _own_targets(shard: VocabShard, logits: Tensor, wanted: Tensor) -> Tensor:
-    """[rows, 1] logits of the targets this rank owns, -inf for the others."""
+    """Return the logits of the targets that this rank owns, [rows, 1], and -inf for the others."""
     columns = wanted.to(torch.int64) - shard.own.start
     owned = (columns >= 0) & (columns < len(shard.own))
     return logits.gather(1, columns.clamp(0, shard.width - 1)).masked_fill(~owned, -torch.inf)
 
 
 def _local(logits: Tensor, ids: Tensor, of_target: Tensor, wanted: Tensor) -> list[Tensor]:
-    """What a rank knows of some rows: best logit, fp64 sum of exp(logit - best), number of tokens ahead of the target.
+    """Return a rank's part of the scores: best logit, fp64 sum of exp(logit - best), and number of tokens ahead of the target.
 
-    The sum is in fp64 so that the way the vocabulary is split does not show in fp32.
+    The sum is in fp64, so that the partition of the vocabulary does not affect the fp32 result.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     mass = (logits.double() - torch.where(peak > -torch.inf, peak, 0.0)).exp_().sum(dim=-1)
@@ -60,14 +60,14 @@ def _local(logits: Tensor, ids: Tensor, of_target: Tensor, wanted: Tensor) -> li
 
 
 def _log_sum(peaks: Tensor, masses: Tensor) -> Tensor:
-    """[rows] fp64 log of the sum of exponentials, from every rank's [ranks, rows]."""
+    """Return the log of the sum of exponentials, [rows] fp64, from the peaks and masses of all ranks [ranks, rows]."""
     highest = peaks.amax(dim=0).double()
     shares = (peaks - highest).exp()
     return highest + (masses * shares).sum(dim=0).log()
 
 
 def _alternatives(top: list[Tensor], most: int, total: Tensor) -> list[list[tuple[int, float]]]:
-    """The likeliest `most` tokens of each row, by (-logprob, id)."""
+    """Return the `most` most likely tokens of each row, by (-logprob, id)."""
     logits, ids = (part.transpose(0, 1).flatten(1) for part in top)
     found = best(logits, ids, most)
     logprobs = _finite(found.logits - total.unsqueeze(1))
@@ -75,5 +75,5 @@ def _alternatives(top: list[Tensor], most: int, total: Tensor) -> list[list[tupl
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """As fp32 in [FLOOR, 0]."""
+    """Return log-probabilities as fp32 in [FLOOR, 0]."""
     return logprobs.float().nan_to_num(nan=FLOOR, neginf=FLOOR).clamp(FLOOR, 0.0)
