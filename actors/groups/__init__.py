@@ -1,1 +1,1 @@
-"""Collectives among ranks: the `Group` interface, and its backends (one rank, threads, torch.distributed, shared memory)."""
+"""Collectives among ranks: the `Group` interface, and the groups of a single rank and of threads."""

@@ -1,1 +1,1 @@
-"""Sampling, from logits to tokens: each rank has a slice of the vocabulary, and all ranks choose the same token."""
+"""Sampling: each rank has a slice of the vocabulary's logits, and all ranks choose the same token."""

@@ -1,1 +1,1 @@
-"""The attention backends: their interface, and the computations that all devices share (merging, softcaps, sinks)."""
+"""The attention interface, and the computations that all devices share: merging, softcaps, sinks."""

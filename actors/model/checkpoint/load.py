@@ -74,6 +74,6 @@ def _check_parameters(given: Mapping[str, Tensor], table: list[Parameter]) -> No
         )
     for name, shape in shapes.items():
         if tuple(given[name].shape) != shape:
-            raise ModelError(f"parameter {name} has shape {list(given[name].shape)}, but the table says {list(shape)}")
+            raise ModelError(f"parameter {name} has shape {list(given[name].shape)}, but the shard table has {list(shape)}")
         if given[name].is_meta:
             raise ModelError(f"parameter {name} is on the meta device: it has no memory to load into")

@@ -1,1 +1,1 @@
-"""Attention over a sequence whose keys lie on several ranks: context parallelism (CP) and decode context parallelism (DCP)."""
+"""Context parallelism (CP, DCP): attention over a sequence whose keys lie on several ranks."""
