@@ -1,1 +1,1 @@
-"""What crosses a process boundary: requests, step plans, results, KV and expert messages, settings of ranks."""
+"""The messages that cross process boundaries: requests, step plans, step results, KV and expert reports, rank settings."""

@@ -1,4 +1,4 @@
-"""Messages about experts: what they did on a rank, and where they move."""
+"""Messages of expert parallelism (EP) and its load balancer (EPLB): load reports of ranks, and expert moves between slots."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from actors.wire.message import Message
 
 
 class ExpertMove(Message):
-    """The experts of one layer go to other slots (`placement.experts.expert_map`), on every rank before the rows of the same
-    plan.
+    """Reassigns the experts of one layer to physical slots (`placement.experts.expert_map`). Every rank applies the move before
+    it runs the rows of the same plan.
 
-    `experts`: the one in every slot from then on; `transfers`: (slot it comes from, slot it goes to), as the slots were before.
+    `experts`: the expert in each slot after the move. `transfers`: (source slot, target slot) of each expert that is copied;
+    the source slots refer to the assignment before the move.
     """
 
     layer: int
@@ -18,8 +19,11 @@ class ExpertMove(Message):
 
 
 class LayerReport(Message):
-    """What the experts of one layer did on one rank: tokens by expert, seconds of their maths and of the combine, which
-    include those of waiting for slower ranks."""
+    """The load of one layer's experts on one rank.
+
+    `tokens`: tokens by expert. `expert_s`: seconds of expert computation. `combine_s`: seconds of the combine step, the wait
+    for slower ranks included.
+    """
 
     layer: int
     tokens: list[int]
@@ -28,14 +32,18 @@ class LayerReport(Message):
 
 
 class ExpertReport(Message):
-    """What a rank's experts did in the `steps` steps since its last report, up to `step`; bytes are those it sent to others."""
+    """The expert load of one rank over the `steps` steps since its previous report, the last of which is `step`.
+
+    Byte counts cover what this rank sent to other ranks.
+    """
 
     world_rank: int
     step: int
     steps: int
     layers: list[LayerReport]
     sent_bytes: int
-    """Of tokens on their way to experts and back."""
+    """Bytes sent for dispatching tokens to experts and combining their outputs."""
     moved_bytes: int
-    """Of experts that went to other ranks."""
+    """Bytes of expert weights sent to other ranks."""
     move_s: float
+    """Seconds spent on moving expert weights."""

@@ -1,4 +1,4 @@
-"""Messages about KV on its way: from rank to rank, to the tiers behind the ranks, and back."""
+"""Messages of KV transfer: prefill/decode disaggregation (KV transfer tickets) and KV offload to host memory and disk."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from actors.wire.message import Message
 
 
 class KVReader(Message):
-    """Where a rank wants its part of a hand-off: who it is, and a run of its staging buffer (the first byte of it), or, at
-    None, the pages themselves."""
+    """The destination of one rank's part of a hand-off: the rank, its transfer-agent metadata, and the target memory."""
 
     world_rank: int
     agent_metadata: bytes
     staged_at: int | None = None
+    """Offset in bytes of the reserved range of the rank's staging buffer; None if the writer writes into the pages directly."""
 
 
 class KVTicket(Message):
-    """Blocks that a decode pool has reserved for a prompt, and all that a prefill pool must know to fill them.
+    """A KV transfer ticket: the blocks that a decode pool has reserved for a prompt, and what a prefill pool needs to fill
+    them.
 
-    Positions ``[first, tokens)`` are wanted: those before are on the decode side already. The prefill pool runs the request
-    under the ticket's id.
+    The ticket asks for positions ``[first, tokens)``; the decode side already holds the earlier ones. The prefill pool runs the
+    request under the ticket's id.
     """
 
     ticket_id: str
     layout: str
-    """Of the decode side, as text."""
+    """Layout of the decode side, as text."""
     page_tokens: int
     dp_rank: int
     blocks: list[int]
-    """Pages of the sequence there, as `Row.new_blocks` has them."""
+    """Pages of the sequence on the decode side, numbered as in `Row.new_blocks`."""
     first: int
     tokens: int
     rope_length: int
     readers: list[KVReader]
-    """One for each rank of the DP rank."""
+    """One destination for each rank of the decode side's DP rank."""
     lease_s: float
-    """Seconds from now in which a write may begin. The blocks are given to others some time after them, whatever happens."""
+    """Seconds from now during which a write may begin. Some time after that the blocks are reused in any case."""
     reply_to: bytes = b""
-    """Where the prefill pool's events go: a packed `actors.engine.link.token_stream.ReplyTo`."""
+    """Address to which the prefill pool sends its events: a packed `actors.engine.link.token_stream.ReplyTo`."""
 
 
 class KVExpect(Message):
-    """Be ready for positions ``[first, tokens)`` of a sequence in `blocks`, which are its whole table."""
+    """Orders ranks to prepare to receive positions ``[first, tokens)`` of a sequence. `blocks` is its whole block table."""
 
     ticket_id: str
     dp_rank: int
@@ -52,8 +53,10 @@ class KVExpect(Message):
 
 
 class KVSend(Message):
-    """Send what `ticket` asks for of a sequence, as soon as it is computed; begin no write after `lease_s` seconds, and cut off
-    whoever is still being written to `grace_s` after that."""
+    """Orders ranks to send the positions that `ticket` asks for, as soon as each is computed.
+
+    Ranks begin no write after `lease_s` seconds, and abort writes that are still running `grace_s` seconds after that.
+    """
 
     ticket: KVTicket
     dp_rank: int
@@ -63,7 +66,10 @@ class KVSend(Message):
 
 
 class KVSave(Message):
-    """Put away the blocks at `places` of a sequence, whose tokens have these hashes. `blocks`: its whole table."""
+    """Orders ranks to save KV blocks of a sequence to the KV tiers.
+
+    `places`: indices of the blocks in the block table; `hashes`: the prefix hash of each; `blocks`: the whole block table.
+    """
 
     dp_rank: int
     places: list[int]
@@ -72,7 +78,10 @@ class KVSave(Message):
 
 
 class KVFetch(Message):
-    """Fill the blocks from place `first` of a sequence on with what tiers have under these hashes, as far as they have it."""
+    """Orders ranks to fill the blocks of a sequence from index `first` of its block table on, from the KV tiers.
+
+    `hashes` holds the prefix hash of each wanted block. A rank stops at the first block that no tier holds.
+    """
 
     ticket_id: str
     dp_rank: int
@@ -82,27 +91,31 @@ class KVFetch(Message):
 
 
 class KVSent(Message):
-    """A rank writes no more for a ticket. Seconds: in which writes were under way, and of those, which no computing hid: what
-    was left after the last step, and what beginning them took of the rank's own thread."""
+    """Reports that a rank has stopped writing for a ticket.
+
+    `busy_s`: seconds during which writes were in flight. `exposed_s`: the part of these that did not overlap with computation,
+    which is the time after the last step plus the time the rank's own thread spent on starting writes.
+    """
 
     ticket_id: str
     num_bytes: int = 0
     busy_s: float = 0.0
     exposed_s: float = 0.0
     error: str | None = None
-    """Why not all was sent."""
+    """Reason for which the transfer is incomplete; None if everything was sent."""
 
 
 class KVReport(Message):
-    """How far the hand-offs of a rank have come since its last report."""
+    """The progress of a rank's KV transfers since its previous report."""
 
     world_rank: int
     opened: dict[str, KVReader] = Field(default_factory=dict)
-    """By ticket: ready for its bytes."""
+    """Destination of each ticket for which the rank is now ready to receive, by ticket id."""
     arrived: list[str] = Field(default_factory=list)
-    """Tickets of which every byte is in its page."""
+    """Tickets whose bytes are all in their pages."""
     sent: list[KVSent] = Field(default_factory=list)
     fetched: dict[str, int] = Field(default_factory=dict)
-    """By ticket of a `KVFetch`: blocks that were found, from the first on."""
+    """Number of leading blocks found for each `KVFetch`, by its ticket id."""
     tier_hits: dict[str, int] = Field(default_factory=dict)
-    """Block parts fetched for them, by tier, and ``miss``; ``unwritten``: those saved that the shared tier did not get."""
+    """Block parts fetched, by tier; ``miss`` counts parts that no tier held, ``unwritten`` saved parts that the shared tier did
+    not store."""

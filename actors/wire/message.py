@@ -1,4 +1,4 @@
-"""The base of every message between processes: msgpack bytes, checked against a schema on arrival.
+"""The base class of every message between processes: msgpack bytes, validated against a schema on arrival.
 
     ingress ── GenerateRequest ──→ engine ── StepPlan ──→ every rank                               requests.py, plans.py
     ingress ←─── TokenEvents ───── engine ←─ StepResult ─ the output rank of each DP rank          results.py
@@ -6,7 +6,7 @@
                                    engine ←─── KVReport ─── every rank of a pool                   kv.py
     decode engine ── KVTicket ──→ ingress ── GenerateRequest with it ──→ prefill engine            kv.py
 
-Messages hold token ids, never text of the conversation.
+Messages hold token ids, never the text of a conversation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def pack(self) -> bytes:
-        """This message as msgpack bytes."""
+        """Return this message as msgpack bytes."""
         packed: bytes = msgpack.packb(self.model_dump())
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """The message in `data`. Raises `pydantic.ValidationError` or `msgpack.UnpackException` on anything else."""
+        """Return the message packed in `data`. Raises `pydantic.ValidationError` or `msgpack.UnpackException` otherwise."""
         return cls.model_validate(msgpack.unpackb(data, strict_map_key=False))

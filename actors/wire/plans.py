@@ -1,4 +1,4 @@
-"""Messages from an engine to its ranks: what every rank does in the next step."""
+"""Messages from an engine to its ranks: the step plan, which says what every rank does in the next step."""
 
 from __future__ import annotations
 
@@ -11,80 +11,91 @@ from actors.wire.requests import SamplingParams
 
 
 class SequenceStart(Message):
-    """A sequence the ranks do not know yet (new, or back after preemption), whole.
+    """The full state of a sequence that the ranks do not hold yet: a new one, or one that resumes after preemption.
 
-    It stays in its `dp_rank` until it ends or is preempted: its KV is there, and only ranks of that DP rank know it.
+    The sequence stays on its `dp_rank` until it ends or is preempted: its KV is there, and only the ranks of that DP rank hold
+    it.
     """
 
     sequence_id: int
     dp_rank: int = 0
     tokens: list[int]
-    """Prompt and whatever was generated before a preemption."""
+    """Prompt tokens, followed by those generated before a preemption."""
     prompt_length: int
     sampling: SamplingParams
     rope_length: int | None = None
-    """Length by which a rope that depends on it rotates the tokens; None: the prompt's. See `RopeSpec.deciding_length`."""
+    """Sequence length that selects the rope frequencies, for ropes that depend on it; None uses the prompt length. See
+    `RopeSpec.deciding_length`."""
 
 
 class Row(Message):
-    """One sequence's part of a step: run its tokens ``[start, start + count)``."""
+    """One sequence's part of a step: the ranks run its tokens ``[start, start + count)``."""
 
     sequence_id: int
     dp_rank: int = 0
-    """That of its start; said again so that a plan tells by itself how many tokens each DP rank runs."""
+    """DP rank of the sequence. Repeated from its start so that a plan alone shows how many tokens each DP rank runs."""
     start: int
-    """Tokens of the sequence whose KV is in the cache already."""
+    """Number of tokens of the sequence whose KV is already in the cache."""
     count: int
     append: list[int] = Field(default_factory=list)
-    """Tokens to add to the sequence first: those sampled since the ranks last heard of it."""
+    """Tokens to append to the sequence first: those sampled since the last plan with this sequence."""
     append_sampled: bool = False
-    """Add the token the ranks sampled last for the sequence: the plan was made before the engine knew it."""
+    """Whether to append the token that the ranks sampled last for the sequence, because the plan was made before the engine
+    knew that token."""
     new_blocks: list[int] = Field(default_factory=list)
-    """Blocks to add to the end of the sequence's block table.
+    """Blocks to append to the sequence's block table.
 
     With several KV owners, block j of the table is a page of owner ``j % owners`` (`placement.ownership.context`).
     """
     sample: bool = False
-    """Sample the token that follows the last one run."""
+    """Whether to sample the token that follows the last one run."""
 
 
 class StepPlan(Message):
-    """What every rank does next. Applied in this order: `saves`, `fetches`, `expects`, `sends`, `forgets`, `moves`, `ended`,
-    `started`, `rows`."""
+    """The work of every rank in the next step.
+
+    The fields are applied in this order: `saves`, `fetches`, `expects`, `sends`, `forgets`, `moves`, `ended`, `started`,
+    `rows`.
+    """
 
     step: int
     moves: list[ExpertMove] = Field(default_factory=list)
     asks_experts: bool = False
-    """Whether ranks with experts tell what these did (`ExpertReport`), after the step."""
+    """Whether ranks with experts send an `ExpertReport` after the step."""
     settled: int = -1
-    """The newest step whose result has reached the engine; tokens of steps up to it wait at every stage to be taken."""
+    """The newest step whose result has reached the engine. Every stage can receive the tokens of steps up to this one."""
     ended: list[int] = Field(default_factory=list)
-    """Sequences to forget (finished, cancelled or preempted)."""
+    """Ids of sequences to drop (finished, cancelled or preempted)."""
     started: list[SequenceStart] = Field(default_factory=list)
     expects: list[KVExpect] = Field(default_factory=list)
     sends: list[KVSend] = Field(default_factory=list)
     forgets: list[str] = Field(default_factory=list)
-    """Tickets given up: nothing more is sent, or expected, for them."""
+    """Ids of abandoned tickets: ranks stop sending and receiving for them."""
     saves: list[KVSave] = Field(default_factory=list)
     fetches: list[KVFetch] = Field(default_factory=list)
     rows: list[Row]
 
     @property
     def copy_offset(self) -> int:
-        """Where the step's tokens begin in the round robin over copies (`placement.experts.expert_map`): it moves on as
-        sequences do, and is the same whenever the same rows run."""
+        """The offset at which the step's tokens begin in the round robin over expert replicas (`placement.experts.expert_map`).
+
+        It advances with the sequences, and is the same whenever the same rows run.
+        """
         return sum(row.start for row in self.rows)
 
     def new_lens(self, dp_size: int) -> list[list[int]]:
-        """New tokens of each row, per DP rank."""
+        """Return the number of new tokens of each row, per DP rank."""
         return [[row.count for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
     def of_dp_rank(self, dp_rank: int) -> StepPlan:
-        """What concerns the ranks of one DP rank. Ended sequences are named to all: names are unique across DP ranks."""
+        """Return the part of this plan for the ranks of one DP rank.
+
+        It keeps all ended sequences, since sequence ids are unique across DP ranks.
+        """
         started = [start for start in self.started if start.dp_rank == dp_rank]
         return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.dp_rank == dp_rank]})
 
     @property
     def is_work(self) -> bool:
-        """Whether it holds anything that ranks must hear of now."""
+        """Whether the plan holds anything that must be sent to the ranks now."""
         return bool(self.rows or self.expects or self.forgets or self.saves or self.fetches)

@@ -1,4 +1,4 @@
-"""What one rank must know before it starts: plain values, sent to the rank once."""
+"""The configuration of one rank and the status values that it returns: plain values, sent between replica and rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Device = Literal["cpu", "cuda"]
 
 
 class RankConfig(BaseModel):
-    """One rank of one replica. `handoff_ranges` and `handoff_range_bytes` are tuned values, no options of ``serve``: tests and
-    benchmarks vary them."""
+    """Configuration of one rank of one replica.
+
+    `handoff_ranges` and `handoff_range_bytes` are tuned values that tests and benchmarks vary; they are not options of
+    ``serve``.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,34 +30,39 @@ class RankConfig(BaseModel):
     dtype: DType
     block_size: int
     in_pool: bool = False
-    """Whether it hands off KV to ranks of other replicas or takes it from them."""
+    """Whether the rank belongs to a prefill or decode pool, and so sends KV to ranks of other replicas or receives it."""
     handoff_ranges: int = Field(default=4, ge=1)
-    """Ranges of its layers that a hand-off sends one after the other while a step runs; 1: all when its last layer has run."""
+    """Number of layer ranges that a hand-off sends one after the other while a step runs; 1 sends all layers after the last one
+    has run."""
     handoff_range_bytes: int = Field(default=1 << 20, ge=1)
-    """A range with less than this of a prompt goes with the next one: every write has a price on the rank."""
+    """Minimum bytes of a prompt in one layer range; a smaller range is merged into the next, since every write costs the rank
+    time."""
     tiers: TierConfig | None = None
-    """What stands behind its pages; None: nothing."""
+    """KV tiers behind the pages of this rank; None disables KV offload."""
     threads_per_rank: int | None = None
-    """CPU threads of this rank; None shares the node's cores evenly."""
+    """CPU threads of this rank; None divides the cores of the machine evenly between its ranks."""
 
 
 class Rendezvous(BaseModel):
-    """How the ranks of one replica find each other. `token` is new at every (re)start, so generations never mix."""
+    """The addresses with which the ranks of one replica connect to each other.
+
+    `token` is new at every start and restart, so that ranks of different generations never connect.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str
     nodes: tuple[str, ...]
-    """Node of each world rank: ranks of one node share memory, others use sockets."""
+    """Node of each world rank. Ranks of one node communicate over shared memory, others over sockets."""
     hosts: tuple[str, ...]
     """Address of each world rank, reachable from every other."""
     store_port: int
-    """Port of the key-value store that world rank 0 serves on its address."""
+    """Port of the key-value store that world rank 0 serves at its address."""
     timeout_s: float = 60.0
 
 
 class RankLocation(BaseModel):
-    """Where a rank really runs."""
+    """The place where a rank runs: its node, address and process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,15 +72,15 @@ class RankLocation(BaseModel):
     """Address at which other ranks reach it."""
     pid: int
     machine: str = ""
-    """Names the running system and its network: equal for nodes that share both."""
+    """Identifier of the running system and its network namespace: equal for nodes that share both."""
     name: str = ""
-    """What its machine calls itself."""
+    """Host name of the machine."""
     interface: str = ""
-    """That has the address; empty where nobody says."""
+    """Network interface that has the address; empty if unknown."""
 
 
 class Loaded(BaseModel):
-    """What loading came to. `free_bytes`: device memory left for KV pages (CUDA only)."""
+    """The outcome of loading a rank's weights. `free_bytes` is the device memory left for KV pages (CUDA only)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +90,7 @@ class Loaded(BaseModel):
 
 
 class RankStatus(BaseModel):
-    """How far a rank is: for progress bars and `shardwright status`."""
+    """The progress of a rank, for progress bars and `shardwright status`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,12 +101,12 @@ class RankStatus(BaseModel):
 
 
 class RankReport(BaseModel):
-    """Where a rank is, in the cluster and in its layout, and how far."""
+    """A rank's place in the cluster and in its layout, and its progress."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     location: RankLocation
     device: str
-    """``cpu``, or ``cuda`` with the ids of the GPUs as the node numbers them."""
+    """``cpu``, or ``cuda`` followed by the GPU ids in the node's own numbering."""
     coords: dict[str, int]
     status: RankStatus

@@ -1,4 +1,4 @@
-"""Messages between an ingress and an engine: a request to generate, and the events of its tokens."""
+"""Messages between an ingress and an engine: the generation request, its sampling parameters, and its token events."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from actors.wire.kv import KVTicket
 from actors.wire.message import Message
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error", "handoff"]
-"""``handoff``: what a prefill pool was to do is done; its last event goes to the decode pool, never to an ingress."""
+"""Reason for which a request ended. ``handoff`` means that a prefill pool has finished its part of the request; that event goes
+to the decode pool, never to an ingress."""
 
 
 class SamplingParams(Message):
-    """How the next token is chosen. `seed` is always set: the ingress draws one where the caller gave none.
+    """Parameters that control how the next token is sampled.
 
-    `logprobs` and `prompt_logprobs`: None for none, else the number of alternatives beside the chosen token.
+    `seed` is always set: the ingress draws one if the caller gives none. `logprobs` and `prompt_logprobs` give the number of
+    alternatives to report beside the chosen token, or None to report no log-probabilities.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: off."""
+    """Number of most likely tokens to sample from; 0 disables the limit."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -32,31 +34,35 @@ class SamplingParams(Message):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
-    """Until this many tokens are out, `stop_token_ids` cannot be chosen."""
+    """Number of tokens to generate before any of `stop_token_ids` may be sampled."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request (the model's end tokens included, unless the caller ignores them)."""
+    """Tokens that end the request. They include the model's end-of-sequence tokens unless the caller ignores those."""
 
 
 class GenerateRequest(Message):
-    """One sequence to continue. The prompt may hold tokens that were already sent to the client (a replay)."""
+    """A request to continue one sequence.
+
+    If the request is replayed after a failure, the prompt also holds the tokens that were already sent to the client.
+    """
 
     request_id: str
     prompt: list[int]
     max_tokens: int
-    """Tokens to generate at most; 0 scores the prompt only."""
+    """Maximum number of tokens to generate; 0 only scores the prompt."""
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
-    """Lower is served first."""
+    """Scheduling priority; lower values are served first."""
     tenant: str = ""
-    """Fairness is kept between tenants."""
+    """Name of the tenant. The scheduler shares service fairly between tenants."""
     cache_salt: str = ""
-    """Prefix-cache blocks are shared only between requests with the same salt."""
+    """Salt of the prefix cache: only requests with the same salt share blocks."""
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with finish reason ``deadline``."""
     reserves: bool = False
-    """Ask a decode pool for a ticket first. It gives none where the prompt is short, or mostly in its cache."""
+    """Whether a decode pool should issue a KV transfer ticket first. It issues none if the prompt is short or mostly cached."""
     ticket: KVTicket | None = None
-    """Ask a prefill pool to run the prompt, sample one token, and hand both to who gave the ticket."""
+    """The KV transfer ticket to fill: a prefill pool runs the prompt, samples one token, and sends both to the issuer of the
+    ticket. None for an ordinary request."""
 
 
 class TokenLogprob(Message):
@@ -69,34 +75,34 @@ class TokenLogprob(Message):
 
 
 class TokenEvent(Message):
-    """What happened to a request in one step. Exactly one event of a request carries `finish`, and it is the last."""
+    """The outcome of one step for one request. Exactly one event of a request carries `finish`, and it is the last one."""
 
     request_id: str
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] = Field(default_factory=list)
-    """One per token where logprobs were asked for, else empty."""
+    """One entry per token if the request asked for logprobs, else empty."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One per prompt token (None for the first), on the first event, where asked for."""
+    """One entry per prompt token (None for the first token), on the first event, if the request asked for prompt logprobs."""
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     finish: FinishReason | None = None
     stop_token: int | None = None
     """The token that stopped the request; it is also the last of `tokens`."""
     error: str | None = None
     refused: str | None = None
-    """On the only event of a request that was never accepted: the code of the refusal, explained by `error`."""
+    """Code of the refusal, explained by `error`. Set on the only event of a request that was never accepted."""
     refused_by: str | None = None
-    """Name of the replica that refused; another may accept."""
+    """Name of the replica that refused the request; another replica may accept it."""
     ticket: KVTicket | None = None
-    """Blocks are reserved: a prefill pool may have the request."""
+    """KV transfer ticket: the blocks are reserved, and the request can be sent to a prefill pool."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether this event only says that a replica has the request."""
+        """Whether this event carries no data and only confirms that a replica has the request (a heartbeat)."""
         return not (self.tokens or self.finish or self.prompt_logprobs or self.ticket)
 
 
 class TokenEvents(Message):
-    """What happened in one step to the requests of one ingress."""
+    """The token events of one step for the requests of one ingress."""
 
     events: list[TokenEvent]

@@ -1,4 +1,4 @@
-"""Messages from the ranks to their engine: what came out of a step."""
+"""Messages from the ranks to their engine: the result of a step (sampled tokens and prompt log-probabilities)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from actors.wire.requests import TokenLogprob
 
 
 class Sampled(Message):
-    """The token sampled for one sequence; `logprob` only where the request asked for logprobs."""
+    """The token sampled for one sequence. `logprob` is set only if the request asked for logprobs."""
 
     sequence_id: int
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
-    """Why no token could be sampled (logits not finite). `token` means nothing then, and the request ends with this."""
+    """Reason for which no token could be sampled (logits that are not finite). `token` is then meaningless, and the request
+    ends with this error."""
 
 
 class PromptLogprobs(Message):
@@ -27,7 +28,10 @@ class PromptLogprobs(Message):
 
 
 class StepResult(Message):
-    """What came out of a step, on one DP rank or on all. `seconds` is the time the (slowest) sampling rank spent on it."""
+    """The result of a step, of one DP rank or joined over all of them.
+
+    `seconds` is the time that the sampling rank spent on the step; over several DP ranks, that of the slowest.
+    """
 
     step: int
     sampled: list[Sampled] = Field(default_factory=list)

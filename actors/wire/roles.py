@@ -1,4 +1,4 @@
-"""The roles of replicas in pools, and the kinds of work that each role takes."""
+"""The roles of replicas in prefill/decode disaggregation, and the kinds of work that each role admits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from actors.wire.requests import GenerateRequest
 
 
 class WorkKind(StrEnum):
-    """What a replica can be asked for."""
+    """The kind of work that a request asks of a replica."""
 
     PROMPT = "prompt"
-    """To compute a prompt for the replica that gave a ticket."""
+    """Computing a prompt for the replica that issued a KV transfer ticket."""
     REQUEST = "request"
-    """To answer, be it with a prompt that another one computes."""
+    """Answering a request, whether or not another replica computes its prompt."""
 
     @classmethod
     def of(cls, request: GenerateRequest) -> WorkKind:
+        """Return the kind of work that `request` asks for."""
         return cls.REQUEST if request.ticket is None else cls.PROMPT
 
 
 class Role(StrEnum):
-    """What a replica is for."""
+    """The role of a replica in its deployment."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -29,6 +30,7 @@ class Role(StrEnum):
 
     @property
     def admits(self) -> frozenset[WorkKind]:
+        """The kinds of work that a replica of this role accepts."""
         return _ADMITS[self]
 
 

@@ -1,4 +1,4 @@
-"""Which tiers stand behind the pages of a replica's ranks."""
+"""The settings of KV offload: the KV tiers (host memory, disk directory) behind the pages of a replica's ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from placement.cost.units import ByteCount
 
 
 class TierOptions(BaseModel):
-    """What a user may set of the tiers. Each option has its type, default and help text here, and nowhere else."""
+    """User options of KV offload. The type, default and help text of each option are defined only here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="KV offload")
 
     host_cache: Annotated[ByteCount, Field(ge=0)] = 0
-    """Host memory of each rank for KV blocks that its device gives up, for example 4GiB; 0: none."""
+    """Host memory of each rank for KV blocks evicted from its device, for example 4GiB; 0 disables it."""
     disk_cache: Path | None = None
-    """Directory for KV blocks that outlives the server; several servers may share it."""
+    """Directory for KV blocks that outlive the server; several servers may share it."""
     disk_cache_bytes: Annotated[ByteCount, Field(ge=1)] = 16 << 30
-    """Bytes that all who use that directory may fill together."""
+    """Maximum bytes of KV blocks in that directory, over all servers that share it."""
 
 
 class TierConfig(TierOptions):
     """The tiers of one model's replica: host memory, a directory, or both.
 
-    `model_digest`: see `placement.model.digest`; blocks of other models are never found.
+    `model_digest` identifies the model (see `placement.model.digest`), so that blocks of other models are never found.
     """
 
     model_digest: str
