@@ -1,1 +1,1 @@
-"""One rank at work: it takes step plans, runs its part of the model, and answers."""
+"""The worker process of one rank: it receives step plans, runs its part of the model, and returns step results."""

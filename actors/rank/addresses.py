@@ -1,7 +1,7 @@
-"""The address at which the other ranks reach this one, and the interface that has it.
+"""Determines the address at which other ranks reach this one, and the network interface that has it.
 
-It is that of the node, as Ray knows it, unless the node's own environment names an interface. A name is looked up here, on the
-node it belongs to, which is where it may stand for the loopback address.
+The address is the node's, as Ray knows it, unless the node's own environment names an interface. Host names are resolved here,
+on the node that they belong to, because a node's own name may resolve to the loopback address there.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import struct
 from collections.abc import Mapping
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Of a node's own environment: the interface its ranks talk over; of several, by commas, the first that is there."""
+"""Environment variable of a node that names the interface for its ranks; in a comma-separated list, the first that exists."""
 
 _SIOCGIFADDR = 0x8915
 _IFREQ = "256s"
 
 
 class AddressError(OSError):
-    """A node has no such interface, or its name no address."""
+    """Raised if a node does not have the requested interface, or if its name has no address."""
 
 
 def own_address(node: str, environment: Mapping[str, str]) -> str:
-    """Where ranks on this machine listen: `node` (an address or a name), or the interface that `environment` asks for.
+    """Return the address on which ranks of this machine listen.
 
-    Raises `AddressError`.
+    This is the address of `node` (an address or a name), unless `environment` names an interface. Raises `AddressError` if
+    there is no such interface or address.
     """
     wanted = [name for name in environment.get(INTERFACE_VARIABLE, "").split(",") if name]
     if not wanted:
@@ -42,18 +43,18 @@ def own_address(node: str, environment: Mapping[str, str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface with an address; empty where none has it or the system does not say."""
+    """Return the name of the interface with this address; empty if none has it or the system does not report it."""
     return next((name for name, found in interfaces().items() if found == address), "")
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 addresses of this machine's interfaces, by name."""
+    """Return the IPv4 addresses of this machine's interfaces, by interface name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack(_IFREQ, name.encode()))
-            except OSError:  # it has no IPv4 address
+            except OSError:  # the interface has no IPv4 address
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found

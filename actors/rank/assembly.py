@@ -1,7 +1,7 @@
-"""From a config and a rank's groups to the parts that run: the one place that puts a rank together.
+"""Builds the parts of a rank (decoder, KV cache, sampler, runner, KV connector) from its configuration and its groups.
 
-A rank of a process (`actors.rank.rank`) and a rank of a thread (`actors.rank.threads`) differ in their groups and in nothing
-else.
+A rank in a process (`actors.rank.rank`) and a rank in a thread (`actors.rank.threads`) are both built here, and differ only in
+their groups.
 
     config ──→ shard ──→ decoder ──weights──→ ┐
     groups ──→ decoder, sampler, runner       ├──→ runner ──→ `stepping.run_plans`
@@ -48,7 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class StepRunner(Protocol):
-    """What the step loop needs of a `Runner`."""
+    """The interface of a `Runner` that the step loop uses."""
 
     def step(self, plan: StepPlan) -> StepResult | None:
         """See `Runner.step`."""
@@ -56,7 +56,7 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """A rank that is ready for plans."""
+    """The parts of a rank that is ready to run plans."""
 
     config: RankConfig
     identity: RankIdentity
@@ -72,14 +72,14 @@ class Parts:
 
 
 def identity_of(config: RankConfig) -> RankIdentity:
-    """What the rank of `config` is. To be made once, and given to `load_decoder` and `put_together`."""
+    """Return the identity of the rank of `config`. Make it once, and pass it to `load_decoder` and `put_together`."""
     return RankIdentity.of(config.spec, config.layout, config.world_rank, config.block_size)
 
 
 def load_decoder(
     config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None
 ) -> Decoder:
-    """The rank's stage, filled from its own slices of the checkpoint. Raises `ModelError`."""
+    """Return the rank's stage of the decoder, loaded from its own slices of the checkpoint. Raises `ModelError`."""
     own, dtype, device = identity.shard, DTYPES[config.dtype], torch.device(config.device)
     backend = _attention(config, identity, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
@@ -96,7 +96,7 @@ def load_decoder(
 def put_together(
     config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int
 ) -> Parts:
-    """Everything around a loaded decoder. A collective: all ranks of the replica call this."""
+    """Build the other parts around a loaded decoder. A collective call: all ranks of the replica call this."""
     own, spec, dtype, device = identity.shard, config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
     shared = groups.get(mesh.HEAD_AXIS)
@@ -125,7 +125,8 @@ def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decode
 
 
 def _attention(config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
-    """The device's own attention, or where a sequence lies on several ranks, theirs together."""
+    """Return the attention backend: that of the device alone, or a context-parallel one if a sequence's KV is split over
+    ranks."""
     device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
     spec, softcap = config.spec, config.spec.attention_softcap is not None
     if layout.kv_owners == 1:

@@ -1,4 +1,4 @@
-"""From a rendezvous to the groups of one rank: which backend joins which ranks."""
+"""Connects the communication groups of one rank, and selects a backend (NCCL, gloo, shared memory) for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from placement.model.spec import ModelSpec
 
 
 def connect(spec: ModelSpec, layout: Layout, world_rank: int, device: Device, rendezvous: Rendezvous) -> Mapping[str, Group]:
-    """The group of `world_rank` along every axis that `spec` has. All ranks call this, with the same rendezvous."""
+    """Return the group of `world_rank` along every parallel axis of `spec` under `layout`, by axis.
+
+    A collective call: all ranks call this with the same rendezvous. Raises `GroupError` if a peer does not join in time.
+    """
     token, host, timeout_s = rendezvous.token, rendezvous.hosts[world_rank], rendezvous.timeout_s
     store = join_store(token, rendezvous.hosts[0], rendezvous.store_port, timeout_s)
     groups = {}

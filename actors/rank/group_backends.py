@@ -1,4 +1,4 @@
-"""Makes the group of one axis on this rank, whatever it runs over."""
+"""Selects the backend of a communication group (NCCL, gloo, shared memory) and connects the group of one axis on this rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ BackendName = Literal["shared_memory", "gloo", "nccl"]
 
 
 def choose_backend(device_type: str, num_hosts: int) -> BackendName:
-    """NCCL between GPUs; between CPUs shared memory if all members are on one host that can, else gloo.
+    """Return the backend of a group: NCCL between GPUs; between CPUs, shared memory if all members are on one host that
+    supports it, else gloo.
 
-    Every member must come to the same answer, so it depends on nothing that differs between members of one group
-    (hosts of a cluster are taken to be of one architecture).
+    Every member must choose the same backend, so the choice depends on nothing that differs between members of one group. (The
+    hosts of a cluster are assumed to have one architecture.)
     """
     if device_type == "cuda":
         return "nccl"
@@ -37,10 +38,10 @@ def connect_group(
     host: str = "127.0.0.1",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Group:
-    """The group of the world ranks `members` along `axis`; every member calls this in the same order of axes.
+    """Return the group of the world ranks `members` along `axis`. Every member calls this, in the same order of axes.
 
-    `engine` names this life of this replica: letters, digits, dots and underscores, another one after a failure.
-    `host`: address of this rank for gloo. Raises `GroupError`, naming the ranks that did not come.
+    `engine` is a name for this generation of the replica, which changes after a failure; it consists of letters, digits, dots
+    and underscores. `host` is the address of this rank for gloo. Raises `GroupError`, naming the ranks that did not join.
     """
     if len(members) == 1:
         return SoloGroup(axis)

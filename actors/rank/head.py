@@ -1,10 +1,11 @@
-"""From the last stage's hidden states to logits: of a DP rank's own rows, or of those of all DP ranks
+"""The LM head: computes logits from the last stage's hidden states, for the rows of one DP rank or of all DP ranks
 (`placement.layout.lm_head`).
 
-Two DP ranks of two tp ranks, the head over the stage; DP rank 0 wants tokens for rows a b c, DP rank 1 for row d::
+An example with two DP ranks of two tp ranks each, and the head split over the whole stage. DP rank 0 samples for rows a b c, DP
+rank 1 for row d::
 
     hidden states     rank 0: a b c     rank 1: a b c     rank 2: d     rank 3: d
-    brings            a b               c                 d             -            its share of its DP rank's
+    contributes       a b               c                 d             -            its share of its DP rank's rows
     all_gather        a b c d           a b c d           a b c d       a b c d
     logits of         rows 0-24         25-49             50-74         75-99        of the vocabulary
 """
@@ -23,19 +24,24 @@ from placement.layout.partition import partition
 
 
 class LMHead(Protocol):
-    """Makes logits. `is_shared`: all ranks of the stage's cp rank 0 call it together, for the rows of all DP ranks."""
+    """Computes logits from hidden states.
+
+    If `is_shared` is true, `logits` is a collective call: all ranks of the stage with cp rank 0 call it together, for the rows
+    of all DP ranks.
+    """
 
     is_shared: bool
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """fp32 [rows, own part of the vocabulary] from this DP rank's hidden states `rows` [counts[dp_rank], hidden].
+        """Return fp32 logits `[rows, own vocabulary slice]`.
 
-        `counts`: rows of each DP rank. A shared head gives those of all DP ranks, in DP rank order.
+        `rows` holds this DP rank's hidden states `[counts[dp_rank], hidden]`, and `counts` the number of rows of each DP rank. A
+        shared head returns the logits of all DP ranks, in DP rank order; otherwise only this DP rank's.
         """
 
 
 class DPRankHead:
-    """A DP rank's own."""
+    """An LM head that each DP rank holds and computes for itself."""
 
     is_shared = False
 
@@ -47,12 +53,12 @@ class DPRankHead:
 
 
 class StageHead:
-    """One for all DP ranks."""
+    """An LM head that is split over the ranks of all DP ranks."""
 
     is_shared = True
 
     def __init__(self, decoder: Decoder, group: Group, coords: Coords, tp: int) -> None:
-        """`group`: the ranks of all DP ranks, in DP rank order, `tp` in each."""
+        """Create the head. `group` holds the ranks of all DP ranks, in DP rank order, `tp` ranks for each."""
         self._decoder, self._group, self._coords, self._tp = decoder, group, coords, tp
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

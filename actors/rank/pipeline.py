@@ -1,15 +1,16 @@
-"""A rank's place in the pipeline: hidden states go from stage to stage, sampled tokens from the last stage back to all.
+"""Communication of pipeline parallelism (PP): hidden states go from stage to stage, sampled tokens from the last stage to all.
 
     stage 0 ──hidden──→ stage 1 ──hidden──→ stage 2 (samples)
        ↑                   ↑ ───────tokens────── │
        └───────────────────────tokens────────────┘
 
-Sends do not wait; receives do, as late as they can: hidden states when the stage is ready for them, a step's tokens when a
-plan refers to one of them, or once the engine is known to have the step's result (so that none piles up). So a stage
-works while the one behind it does, and the first stage can embed a token that the engine has not seen yet.
+Sends do not block. Receives block, and happen as late as possible: hidden states are received when the stage is ready for them;
+the tokens of a step when a plan refers to one of them, or once the engine is known to have the step's result (so that no
+messages accumulate). A stage therefore computes while the next one does, and the first stage can embed a token that the engine
+has not received yet.
 
-Under context parallelism only the ranks of cp rank 0 sample. The other cp ranks of the last stage hear from them at once,
-and every rank of the last stage tells those of its own pp group.
+Under context parallelism (CP) only the ranks of cp rank 0 sample. They send the tokens to the other cp ranks of the last stage
+at once, and every rank of the last stage sends them to the ranks of its own pp group.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ from actors.groups.group import Group
 
 
 class Pipeline:
-    """Talks to the ranks of `pp`, which hold the same slice of successive stages, and of `cp`."""
+    """Communicates over the groups `pp`, whose ranks hold the same slice of successive stages, and `cp`."""
 
     def __init__(self, pp: Group, cp: Group, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
         self.waited_s = 0.0
-        """Seconds spent waiting for other stages so far (of the host: on CUDA a receive returns once it is queued)."""
+        """Seconds of host time spent waiting for other stages so far (on CUDA a receive returns as soon as it is queued)."""
         self.busy_s = 0.0
-        """Seconds spent on steps so far without those; the runner adds them up."""
+        """Seconds spent on steps so far, without `waited_s`; the runner adds them up."""
         self._pp, self._cp = pp, cp
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._unreceived: deque[tuple[int, list[int]]] = deque()
-        """Steps whose tokens have not been taken, oldest first, and the sequences they were sampled for."""
+        """Steps whose tokens have not been received, oldest first, and the ids of the sequences sampled in each."""
 
     def receive(self, rows: int) -> Tensor | None:
-        """`rows` hidden states [rows, hidden] of the stage before; None on the first. No rows are not sent."""
+        """Receive hidden states `[rows, hidden]` from the previous stage. Returns None on the first stage.
+
+        Nothing is sent for zero rows, so an empty tensor is returned at once.
+        """
         if self.is_first:
             return None
         if rows == 0:
@@ -49,13 +53,15 @@ class Pipeline:
             return self._pp.recv((rows, self._hidden_size), self._dtype, self._pp.rank - 1)
 
     def send(self, hidden: Tensor) -> None:
-        """Hand [rows, hidden] to the next stage."""
+        """Send hidden states `[rows, hidden]` to the next stage; does nothing for zero rows."""
         if len(hidden):
             self._pp.send(hidden, self._pp.rank + 1)
 
     def publish_tokens(self, tokens: Sequence[int] | None, count: int) -> list[int]:
-        """On the last stage: the `count` tokens of a step, to all who have not sampled them; `tokens` is None on ranks
-        that have not, which learn them here."""
+        """Send the `count` tokens of a step from the last stage to all ranks that have not sampled them, and return the tokens.
+
+        Called on every rank of the last stage. `tokens` is None on ranks that do not sample; these receive the tokens here.
+        """
         if count == 0:
             return []
         sampled = self._among_cp(tokens, count)
@@ -72,12 +78,13 @@ class Pipeline:
         return sampled
 
     def expect(self, step: int, sequence_ids: list[int]) -> None:
-        """`step` samples a token for each of `sequence_ids`; stages that do not sample will be told."""
+        """Record that `step` samples a token for each of `sequence_ids`, so that this stage receives them if it is not the
+        last."""
         if sequence_ids and not self.is_last:
             self._unreceived.append((step, sequence_ids))
 
     def receive_tokens(self, through: int) -> Iterator[tuple[int, int]]:
-        """(sequence id, token) of all steps up to `through` that were not received before."""
+        """Receive the tokens of all steps up to `through` not received before. Yields (sequence id, token) pairs."""
         while self._unreceived and self._unreceived[0][0] <= through:
             _, sequence_ids = self._unreceived.popleft()
             with self._waiting():

@@ -1,9 +1,9 @@
-"""A rank: one device's worth of one replica. Owns its weights, its KV pages and its place in every group.
+"""The Ray actor body of one rank: one device of one replica, with its weights, its KV pages and its communication groups.
 
     created → connect() → load() → run() … until the process ends
 
-`run` never returns: its caller keeps the reference as a sentinel, and learns of this rank's death from it. Ranks are
-never restarted alone; their replica ends and remakes all of them.
+`run` normally never returns: its caller keeps the Ray reference as a sentinel, and detects the death of this rank through it.
+Ranks are never restarted alone; their replica stops and recreates all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from placement.layout.layout import Layout
 
 
 class Rank:
-    """See the module. Methods but `status` and `location` are called from one thread, in the order above."""
+    """One rank of a replica.
+
+    All methods except `status` and `location` are called from one thread, in the order that the module docstring shows.
+    """
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
@@ -42,7 +45,10 @@ class Rank:
         self._decoder: Decoder
 
     def location(self, node_id: str, node: str) -> RankLocation:
-        """Where this process runs, on a node that Ray knows by the address or name `node`. Raises `AddressError`."""
+        """Return the place where this process runs. `node` is the address or name by which Ray knows the node.
+
+        Raises `AddressError` if the node has no usable address.
+        """
         host = own_address(node, os.environ)
         return RankLocation(
             world_rank=self._config.world_rank,
@@ -55,12 +61,12 @@ class Rank:
         )
 
     def serve_store(self, token: str, host: str) -> int:
-        """Serve the rendezvous store on a free port (world rank 0 only). Returns the port."""
+        """Serve the rendezvous store on a free port of `host` (world rank 0 only). Returns the port."""
         self._store, port = serve_store(token, host)
         return port
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Join this rank's groups. Raises `GroupError` when a peer does not come in time."""
+        """Join this rank's communication groups. Raises `GroupError` if a peer does not join in time."""
         self._threads = self._config.threads_per_rank or _share_of_cores(
             self._config.layout, rendezvous, self._config.world_rank
         )
@@ -69,7 +75,7 @@ class Rank:
         self._groups = connect(config.spec, config.layout, config.world_rank, config.device, rendezvous)
 
     def load(self) -> Loaded:
-        """Build this rank's stage and fill it from the checkpoint, reading its own slices only. Raises `ModelError`."""
+        """Build this rank's stage and load its own weight slices from the checkpoint. Raises `ModelError`."""
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
         self._decoder = load_decoder(self._config, self.identity, self._groups, self._progress)
@@ -79,7 +85,10 @@ class Rank:
         return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
 
     def run(self, address: str, token: str, num_blocks: int) -> None:
-        """Make the KV pages, join the engine, and run its plans until it says goodbye. Raises whatever else ends the rank."""
+        """Allocate the KV pages, connect to the engine, and run its plans until the engine closes the link.
+
+        Raises the exception of any failure that ends the rank earlier.
+        """
         torch.set_num_threads(self._threads)
         parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks)
         link = ZmqRankLink(address, self._config.world_rank, token)
@@ -90,7 +99,7 @@ class Rank:
             self._status = self._status.model_copy(update={"state": "failed"})
 
     def status(self) -> RankStatus:
-        """How far this rank is. Safe to call while another method runs."""
+        """Return the progress of this rank. Safe to call while another method runs."""
         return self._status
 
     def _stepped(self) -> None:
@@ -107,7 +116,7 @@ class Rank:
 
 
 def _boot_id() -> str:
-    """Names this run of this machine's kernel; empty where the system does not say."""
+    """Return the boot id of this machine's kernel; empty if the system does not provide one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -115,7 +124,7 @@ def _boot_id() -> str:
 
 
 def _network() -> str:
-    """Names this process's network, which containers of one machine have one each of; empty where the system does not say."""
+    """Return the id of this process's network namespace, which differs between containers of one machine; empty if unknown."""
     try:
         return str(Path("/proc/self/ns/net").readlink())
     except OSError:
@@ -123,9 +132,10 @@ def _network() -> str:
 
 
 def _share_of_cores(layout: Layout, rendezvous: Rendezvous, world_rank: int) -> int:
-    """This rank's share of the cores, as if all replicas were on its machine: slower than need be, never oversubscribed.
+    """Return the number of CPU threads for this rank: an even share of the cores of its machine.
 
-    A machine is an address: several nodes on one share its cores.
+    The share assumes that all replicas run on this machine. This may use too few cores, but never oversubscribes them. Ranks
+    with the same address count as one machine, even if they belong to several Ray nodes.
     """
     here = rendezvous.hosts.count(rendezvous.hosts[world_rank]) * layout.replicas
     return max(1, len(os.sched_getaffinity(0)) // here)

@@ -1,4 +1,4 @@
-"""One rank's step: a plan in, this rank's share of the forward pass, and on the sampling rank a result out.
+"""The model runner of one rank: applies a step plan, runs the rank's part of the forward pass, and samples on the last stage.
 
 plan ──→ sequences (token history, block tables) ──→ Batch ──→ stage ──→ hidden to the next stage
               ↑                                                   └────→ logits → sampler → StepResult
@@ -32,11 +32,11 @@ from placement.ownership.context import ContextRank, is_split, restored_order
 from placement.ownership.expert_tokens import NewLensAcrossDP
 
 SCORED_ROWS = 256
-"""Prompt rows whose logits exist at once: 256 rows of a 150k vocabulary are 150 MB in fp32."""
+"""Maximum number of prompt rows whose logits are in memory at once: 256 rows of a 150k vocabulary take 150 MB in fp32."""
 
 
 class PlanError(RuntimeError):
-    """A plan that does not fit what this rank holds: the engine and the rank have come apart."""
+    """Raised if a plan contradicts the state of this rank, so that engine and rank are out of sync."""
 
 
 @dataclass
@@ -47,20 +47,21 @@ class _Sequence:
     sampling: SamplingParams
     blocks: list[int] = field(default_factory=list)
     sampled: int | None = None
-    """The token sampled last, once this rank knows it and until a plan adds it."""
+    """The token sampled last, from the time this rank receives it until a plan appends it."""
     sampled_at: int = -1
-    """The newest step that samples for it."""
+    """The newest step that samples a token for this sequence."""
 
 
 class Runner:
-    """Runs plans on one rank: one stage of one tensor-parallel slice, with its KV pages.
+    """Runs step plans on one rank: one pipeline stage of one tensor-parallel (TP) slice, with its KV pages.
 
-    `context` joins the ranks that share out the positions, of which this one has `place`. Only cp rank 0 of the last stage
-    samples, which holds the last token of every row; all its tp ranks do, and find the same tokens.
+    `context` is the group of ranks over which context parallelism (CP) splits the positions, and `place` is this rank's part of
+    them. Only cp rank 0 of the last stage samples, since it holds the last token of every row; all its tp ranks sample, with
+    the same result.
 
-    Of a plan a rank knows the rows of its DP rank only, and a DP rank chooses its tokens by itself; unless the head is split
-    over all DP ranks (`placement.layout.lm_head`): then those that sample know all rows, and choose for all DP ranks. A DP
-    rank without rows skips the layers, and answers with nothing: groups of its ranks alone are silent.
+    A rank applies only the rows of its own DP rank, and each DP rank samples its own tokens. If the LM head is split over all
+    DP ranks (`placement.layout.lm_head`), the sampling ranks apply all rows instead, and sample for all DP ranks. A DP rank
+    without rows skips the layers and returns an empty result; groups within that DP rank run no collectives.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Runner:
         place: ContextRank | None = None,
         experts: ExpertWeightMover | NoExperts | None = None,
     ) -> None:
-        """`context` and `place`: not given, this rank has every position to itself; `experts`: not given, it has none."""
+        """Create a runner. Without `context` and `place` this rank has every position; without `experts` it has no experts."""
         self._decoder, self._head, self._cache, self._pipeline, self._sampler = decoder, head, cache, pipeline, sampler
         self._context = context or SoloGroup("cp")
         self._place = place or ContextRank(cache.block_size)
@@ -84,7 +85,11 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
-        """Apply a plan and run it. Returns the DP rank's result on the last stage, None on the others. Raises `PlanError`."""
+        """Apply a plan and run it.
+
+        Returns the DP rank's result on the last stage's sampling ranks (cp rank 0), and None on all other ranks. Raises
+        `PlanError` if the plan contradicts the state of this rank.
+        """
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
         mine, new_lens_across_dp = plan.of_dp_rank(self._place.dp_rank), plan.new_lens(self._place.dp_size)
         visible = plan if self._chooses_for_all else mine
@@ -96,11 +101,11 @@ class Runner:
         return None if result is None else result.model_copy(update={"seconds": seconds})
 
     def catch_up(self) -> None:
-        """Take every token the last stage has published; else that waits for a plan that needs one."""
+        """Receive every token that the last stage has published, without waiting for a plan that needs them."""
         self._note(self._pipeline.receive_tokens(sys.maxsize))
 
     def _run(self, plan: StepPlan, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> StepResult | None:
-        """`rows`: those of the DP rank; `plan`: what is visible to this rank, with the rows whose tokens are chosen here."""
+        """Run the DP rank's `rows`. `plan` is the plan visible to this rank, with all rows whose tokens are sampled here."""
         wanted = [row.sequence_id for row in rows if row.sample]
         for row in plan.rows:
             if row.sample:
@@ -122,7 +127,7 @@ class Runner:
 
     def _note(self, tokens: Iterable[tuple[int, int]]) -> None:
         for sequence_id, token in tokens:
-            if sequence_id in self._sequences:  # else it has ended meanwhile
+            if sequence_id in self._sequences:  # otherwise it has ended meanwhile
                 self._sequences[sequence_id].sampled = token
 
     def _apply(self, plan: StepPlan) -> None:
@@ -158,7 +163,7 @@ class Runner:
             )
 
     def _batch(self, rows: list[Row]) -> Batch:
-        """The tokens of the step that this rank runs, row after row, and where it keeps theirs."""
+        """Return the tokens that this rank runs in the step, row after row, with the KV slots in which it stores them."""
         place, own = self._place, self._place.ownership()
         tokens, positions, slots, output_rows = list[int](), list[int](), list[int](), list[int]()
         query_lens, block_tables, rope_lens = list[int](), list[list[int]](), list[int]()
@@ -171,7 +176,7 @@ class Runner:
                 positions += span
             query_lens.append(len(tokens) - first)
             if is_split(row.count, place.cp):
-                slots += [-1] * query_lens[-1]  # attention stores these as they come by
+                slots += [-1] * query_lens[-1]  # attention stores these KV entries itself, as they pass around the ring
             else:
                 slots += [own.slot(position, blocks) for position in positions[first:]]
             if row.sample:
@@ -191,8 +196,11 @@ class Runner:
         )
 
     def _forward(self, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> tuple[Tensor | None, Tensor]:
-        """Hidden states `[tokens, hidden]` of the last stage, and in them the last token of each row that wants another
-        (`Batch.output_rows`); None on the other stages, which send theirs on."""
+        """Run the layers of this stage.
+
+        Returns the hidden states `[tokens, hidden]` on the last stage, or None on the other stages, which send theirs to the
+        next one; and the index of the last token of each row that samples (`Batch.output_rows`).
+        """
         if not rows:
             none = self._decoder.serve(new_lens_across_dp, copy_offset)
             return (none if self._pipeline.is_last else None), self._tensor([])
@@ -205,7 +213,10 @@ class Runner:
         return None, batch.output_rows
 
     def _restored(self, rows: list[Row], hidden: Tensor) -> Tensor:
-        """`hidden` with every token of the step in plan order, where prompts are scored: joined over cp if a row is split."""
+        """Return `hidden` with every token of the step in plan order if prompts are scored: gathered over cp if a row is split.
+
+        Otherwise returns `hidden` unchanged.
+        """
         cp = self._place.cp
         is_scored = any(_scored(row, self._sequences[row.sequence_id]) for row in rows)
         if not (is_scored and any(is_split(row.count, cp) for row in rows)):
@@ -215,7 +226,10 @@ class Runner:
         return self._context.all_gather(hidden, sizes)[self._tensor(restored_order(counts, cp))]
 
     def _sample(self, rows: list[Row], hidden: Tensor) -> list[Sampled]:
-        """Of all rows that want a token, in DP rank order; `hidden` are those of this rank's DP rank."""
+        """Sample a token for each row that asks for one, and return them in DP rank order.
+
+        `hidden` holds the states `[rows, hidden]` of this DP rank's own sampling rows.
+        """
         wanted = _by_dp_rank(row for row in rows if row.sample)
         if not wanted:
             return []
@@ -229,9 +243,10 @@ class Runner:
         ]
 
     def _score(self, rows: list[Row], mine: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
-        """Log-probabilities of prompt tokens: row `p` of the step scores the token at position ``p + 1``.
+        """Return the log-probabilities of prompt tokens: the hidden state at position `p` scores the token at position ``p +
+        1``.
 
-        `rows`: all that are scored here, of which `mine` have their `hidden` states on this rank, and are told by it.
+        `rows` are all rows scored here. The hidden states of `mine` are on this rank, and only their scores are returned.
         """
         ends = accumulate(row.count for row in mine)
         firsts = {row.sequence_id: end - row.count for row, end in zip(mine, ends, strict=True)}
@@ -262,7 +277,7 @@ def _begin(start: SequenceStart) -> _Sequence:
 
 
 def _scored(row: Row, held: _Sequence) -> int:
-    """Tokens of a row whose successors in the prompt are to be scored."""
+    """Return the number of tokens of a row whose successors in the prompt have to be scored."""
     if held.sampling.prompt_logprobs is None:
         return 0
     return max(0, min(row.start + row.count, held.prompt_length - 1) - row.start)

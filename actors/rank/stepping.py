@@ -1,6 +1,7 @@
-"""A rank's step loop: plans in, results out, until the engine says goodbye. The same for process and thread ranks.
+"""The step loop of a rank: receives plans and returns results until the engine closes the link.
 
-While a hand-off is under way, or blocks are fetched, the loop looks after it between plans.
+Ranks in processes and ranks in threads share this loop. While a KV transfer or a KV offload is under way, the loop polls it
+between plans.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from actors.wire.plans import StepPlan
 from placement.layout import mesh
 
 _LISTEN_S = 3600.0
-"""How long one wait for a plan lasts; then the next one begins."""
+"""Timeout in seconds of one wait for a plan, after which the loop waits again."""
 _GLANCE_S = 0.001
-"""The same while there is something to look after."""
+"""Timeout in seconds of one wait for a plan while a KV transfer or offload has to be polled."""
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
-    """Run what `link` brings until it is closed; the output rank of each DP rank answers. `stepped` is called after every step.
+    """Run the plans that arrive on `link` until it is closed. The output rank of each DP rank sends the results.
 
-    Raises whatever else ends the rank, after telling the engine. Closes the link and the groups in any case.
+    `stepped` is called after every step. Any other exception is reported to the engine and raised again. The link and the
+    groups are closed in any case.
     """
     layout, coords = parts.config.layout, parts.identity.coords
     answers = parts.config.world_rank in mesh.output_ranks(layout)
@@ -63,7 +65,7 @@ def close_groups(groups: Mapping[str, Group]) -> None:
 
 
 def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
-    """The next plan, however long it takes: an idle engine sends none, and a rank that waits for one is not stuck."""
+    """Wait for the next plan without a time limit, since an idle engine sends none, and send KV reports meanwhile."""
     while True:
         _send_kv_reports(parts, link)
         is_busy = parts.kv_connector.is_busy or parts.kv_offload.is_busy

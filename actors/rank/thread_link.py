@@ -1,6 +1,6 @@
-"""The link between an engine, or any maker of plans, and ranks that are threads of the same process: queues.
+"""The in-process link between an engine, or any other sender of plans, and ranks that are threads of the same process.
 
-Plans are shared, not copied: they are frozen values, and a rank copies what it keeps.
+The link consists of queues. Plans are shared, not copied: they are frozen values, and a rank copies what it keeps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from actors.wire.plans import StepPlan
 from actors.wire.results import StepResult
 
 _GLANCE_S = 0.001
-"""How often a maker of plans that waits for news of hand-offs looks for them."""
+"""Seconds between two polls of a sender that waits for reports of KV transfers."""
 
 
 class ThreadLink:
-    """The engine's end: a `RankLink` to `world` threads. Give `end(rank)` to each of them."""
+    """The engine's end: a `RankLink` to `world` threads, each of which uses the end that `end(rank)` returns."""
 
     def __init__(self, world: int, output_ranks: Sequence[int]) -> None:
-        """`output_ranks`: the world rank of each DP rank that sends results."""
+        """Create the link. `output_ranks` holds, for each DP rank, the world rank that sends its results."""
         self._plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in range(world)]
         self._answers: queue.SimpleQueue[tuple[int, StepResult] | str] = queue.SimpleQueue()
         self._joiner = ResultJoiner(output_ranks)
@@ -34,7 +34,7 @@ class ThreadLink:
         self.kv_reports: deque[KVReport] = deque()
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
-        """The end of one rank."""
+        """Return the end of one rank."""
         return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self)
 
     def send(self, plan: StepPlan) -> None:
@@ -102,4 +102,4 @@ class ThreadLinkEnd:
         self._answers.put(f"rank {self._world_rank} failed: {reason}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this end holds no resources."""

@@ -1,10 +1,10 @@
-"""All ranks of one replica as threads of this process: the real parts and the real maths, joined by thread groups.
+"""All ranks of one replica as threads of this process, which run the same model code as rank processes, over thread groups.
 
-    maker of plans ──StepPlan──→ ThreadLink ─┬→ thread rank 0 ┐
+    sender of plans ─StepPlan──→ ThreadLink ─┬→ thread rank 0 ┐
          (an engine, or `verify`)            ├→ thread rank 1 ├ thread groups along every axis of the mesh
                     ←StepResult output ranks ┴→ thread rank 2 ┘
 
-`ThreadRanks` is itself the link of an engine. Used by `shardwright verify`, by sweeps over layouts, and by tests.
+`ThreadRanks` is itself the `RankLink` of an engine. It is used by `shardwright verify`, by sweeps over layouts, and by tests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _JOIN_S = 60.0
 
 
 class ThreadRanks:
-    """The ranks of one replica as threads, and the link to them. `config` is that of any rank: the others are made from it.
+    """The ranks of one replica as threads, and the link to them.
 
-    `attach` is called in each rank's own thread once its parts stand, before the first plan, and returns the parts to
-    use: watched ones, for instance. `timeout_s`: how long one collective waits for its peers.
+    `config` is the configuration of any one rank; those of the others are derived from it. `attach` is called in each rank's
+    own thread once its parts are built, before the first plan, and returns the parts to use (instrumented ones, for instance).
+    `timeout_s` is the time that one collective waits for its peers.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ThreadRanks:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         link_end: Callable[[int], PlanLink] | None = None,
     ) -> None:
-        """`link_end` gives each rank its end of another link than this one."""
+        """Start the threads. `link_end` returns the end of a link for each rank, and replaces this object's own link."""
         self._link = ThreadLink(config.layout.world, mesh.output_ranks(config.layout))
         self._threads = start_ranks(config, num_blocks, link_end or self._link.end, attach, timeout_s)
 
@@ -74,15 +75,15 @@ class ThreadRanks:
         self._link.listen(timeout_s)
 
     def send(self, plan: StepPlan) -> None:
-        """Give `plan` to every rank. Several may be in flight."""
+        """Send `plan` to every rank. Several plans may be in flight."""
         self._link.send(plan)
 
     def receive(self, timeout_s: float) -> StepResult:
-        """The next result, in plan order. Raises `LinkTimeout`, or `LinkError` when a rank failed."""
+        """Return the next result, in plan order. Raises `LinkTimeout`, or `LinkError` if a rank failed."""
         return self._link.receive(timeout_s)
 
     def close(self) -> None:
-        """End the ranks and wait for their threads. Calling twice is harmless."""
+        """Stop the ranks and wait for their threads. Calling this twice is harmless."""
         self._link.close()
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -97,7 +98,10 @@ def start_ranks(
     attach: Callable[[Parts], Parts] = lambda parts: parts,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[threading.Thread]:
-    """One started thread per rank; each loads its weights, then runs the plans of its link until that is closed."""
+    """Start one thread per rank, and return the threads.
+
+    Each thread loads its rank's weights, then runs the plans that arrive on its link until the link is closed.
+    """
     layout = config.layout
     groups = {axis: _groups_along(layout, axis, timeout_s) for axis in mesh.talking_axes(config.spec, layout)}
     threads = []
@@ -112,7 +116,7 @@ def start_ranks(
 
 
 def _groups_along(layout: Layout, axis: str, timeout_s: float) -> dict[int, Group]:
-    """The group of every world rank along `axis`."""
+    """Return the group of every world rank along `axis`, by world rank."""
     found: dict[int, Group] = {}
     for members in mesh.groups(layout, axis):
         made = thread_groups(len(members), axis, timeout_s) if len(members) > 1 else [SoloGroup(axis)]
@@ -138,5 +142,5 @@ def _run_rank(
         link.close()
         close_groups(groups)
         return
-    with suppress(Exception):  # it has been reported over the link, and a thread has nobody to raise to
+    with suppress(Exception):  # already reported over the link; an exception in a thread reaches no caller
         run_plans(parts, link)
