@@ -1,1 +1,1 @@
-"""Which tokens run next: the scheduler, and the loop that sends its plans to the ranks."""
+"""The engine: the continuous-batching scheduler, and the loop that sends its step plans to the ranks."""

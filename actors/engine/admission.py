@@ -1,4 +1,4 @@
-"""Why a request is not taken: typed, at once, before anything of it has run."""
+"""Admission control: validates requests, and refuses them at once with a typed error before any part of them has run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _LARGEST_TOKEN = 2**31
 
 
 class RequestRefused(ReportedError):
-    """A request that was not accepted; no event follows. `code` is stable, ``str()`` is for people."""
+    """Raised if a request is not accepted; no event follows. `code` is stable, and ``str()`` is a text for people."""
 
     code = "refused"
 
 
 class InvalidRequest(RequestRefused):
-    """A field has a value that no engine could serve."""
+    """Raised if a field of the request has a value that this engine can never serve."""
 
     code = "invalid_request"
 
@@ -26,7 +26,7 @@ class InvalidRequest(RequestRefused):
 
 
 class PromptTooLong(RequestRefused):
-    """The prompt could not fit even if it ran alone."""
+    """Raised if the prompt would not fit even if it ran alone."""
 
     code = "prompt_too_long"
 
@@ -40,7 +40,7 @@ class PromptTooLong(RequestRefused):
 
 
 class EngineBusy(RequestRefused):
-    """The queue is full. Trying again later can succeed."""
+    """Raised if the waiting queue is full. A later attempt can succeed."""
 
     code = "engine_busy"
 
@@ -50,7 +50,7 @@ class EngineBusy(RequestRefused):
 
 
 class DuplicateRequest(RequestRefused):
-    """A request with this id is being served."""
+    """Raised if a request with the same id is already being served."""
 
     code = "duplicate_request"
 
@@ -60,7 +60,7 @@ class DuplicateRequest(RequestRefused):
 
 
 class EngineDown(RequestRefused):
-    """The engine is not serving: not started, closed, or its ranks are lost."""
+    """Raised if the engine is not serving: it was not started, it was closed, or its ranks are lost."""
 
     code = "engine_down"
 
@@ -70,9 +70,9 @@ class EngineDown(RequestRefused):
 
 
 def check_request(request: GenerateRequest, config: EngineConfig) -> None:
-    """Raise `InvalidRequest` or `PromptTooLong` for a request that can never be served.
+    """Raise `InvalidRequest` or `PromptTooLong` if a request can never be served.
 
-    A prompt fits if it and one generated token (none where ``max_tokens=0``) fit both the model length and the whole cache.
+    A prompt fits if it and one generated token (none if ``max_tokens=0``) fit both the model length and the whole KV cache.
     """
     if not request.prompt:
         raise InvalidRequest("prompt", [], "must hold at least one token")

@@ -1,11 +1,12 @@
-"""The live expert balancer: from what ranks tell of their experts to moves in the plans that go to them.
+"""The expert-parallel load balancer (EPLB) at run time: collects expert load reports, and adds expert moves to step plans.
 
-    plan 64, 128, …  asks ──→ ranks ──ExpertReport──→ load ──→ Watch: due? ──→ decide, on a thread of its own
-                                                                                    │ pays?
+    plan 64, 128, …  asks ──→ ranks ──ExpertReport──→ load ──→ Watch: due? ──→ decide, in a separate thread
+                                                                                    │ worth its cost?
     plan n, n+1, …   one layer's move each ←────────────────────────────────────────┘
 
-A move is in a plan, so all ranks make it between the same two steps and follow the new map from then on; a layer a step, so
-that no step waits for more than one layer's experts. The policy is `placement.experts.rebalancer`; this is its mechanism.
+A move is part of a plan, so that all ranks make it between the same two steps and use the new expert map from then on. A plan
+moves one layer at most, so that no step waits for more than one layer's experts. This module is the mechanism; the policy is
+`placement.experts.rebalancer`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from placement.experts.expert_map import ExpertMap
 from placement.experts.rebalancer import Costs, Decision, Watch
 
 _LEAST_TOKENS = 1.0
-"""Load of an expert nobody asked for yet: a map that counts on its staying idle would be fitted to noise."""
+"""Load assumed for an expert without tokens: a map that relies on it staying idle would be fitted to noise."""
 
 logger = logging.getLogger(__name__)
 
 
 class Policy(Protocol):
-    """What decides. `placement.experts.rebalancer.Rebalancer` is one."""
+    """The rebalancing policy, which decides when to look and what to move. See `placement.experts.rebalancer.Rebalancer`."""
 
     def after_step(self, watch: Watch, evenness: float) -> Watch:
         """See `Rebalancer.after_step`."""
@@ -43,19 +44,19 @@ class Policy(Protocol):
 
 
 class ExpertBalancer:
-    """Adds to plans, takes reports. One thread calls it: the engine's."""
+    """Adds expert moves to plans, and evaluates expert reports. Not thread-safe: the engine's thread calls it."""
 
     def __init__(self, config: Balancing, policy: Policy | None = None) -> None:
         self._config, self._policy = config, policy or config.policy
         self.map = replace(config.experts, experts=config.experts.experts * len(config.layers))
-        """Which expert every slot of every layer has, after the plans so far."""
+        """The expert in every slot of every layer after all plans so far."""
         self._watch = Watch()
         self._is_due = False
         self._window = _Window(config)
         self._reports: dict[int, list[ExpertReport]] = {}
-        """Reports of steps of which not all ranks have told."""
+        """Reports by step, for the steps that not all ranks have reported."""
         self._settled = -1
-        """The step of the newest map."""
+        """The step with which the newest map took effect."""
         self._evenness = 1.0
         self._steps = 0
         self._bytes_per_s = config.bytes_per_s
@@ -65,27 +66,27 @@ class ExpertBalancer:
         self._stats = ExpertStats(layers=list(config.layers))
 
     def into(self, plan: StepPlan) -> StepPlan:
-        """The plan with what is to be moved and asked in it."""
+        """Return `plan` with the next expert move and the request for expert reports added, if any are due."""
         self._steps += 1
         self._watch = self._policy.after_step(self._watch, self._evenness)
-        self._is_due = self._is_due or self._watch.due is not None  # until all have told, and the last moves are made
+        self._is_due = self._is_due or self._watch.due is not None  # until all have reported and the last moves are made
         self._advance_decision()
         moves = [self._moves.popleft()] if self._moves else []
         for move in moves:
             self._moved(move)
         ends = bool(moves) and not self._moves
-        if ends:  # what ranks tell of the steps until then was under other maps
+        if ends:  # reports of earlier steps refer to other maps
             self._settled, self._window = plan.step, _Window(self._config)
         asks = ends or self._steps % self._config.ask_every == 0
         return plan.model_copy(update={"moves": moves, "asks_experts": asks})
 
     def on_report(self, report: ExpertReport) -> None:
-        """What one rank tells. A load is known when all have."""
+        """Take the report of one rank. The load of a step is known once all ranks have reported it."""
         if report.move_s and report.moved_bytes:
             self._bytes_per_s = report.moved_bytes / report.move_s
         reports = self._reports.setdefault(report.step, [])
         reports.append(report)
-        if len(reports) == self._config.ranks:  # those that are ahead wait here for the others
+        if len(reports) == self._config.ranks:  # reports of faster ranks are kept until the others arrive
             del self._reports[report.step]
             self._apply_reports(report.step, reports)
 
@@ -97,14 +98,14 @@ class ExpertBalancer:
         self._evenness = _mean(self._window.balancedness())
         self._stats = self._window.stats(self._stats)
         if not self._is_due and self._window.steps >= 2 * self._config.horizon:
-            self._window = _Window(self._config)  # what was long ago says little about what is to come
+            self._window = _Window(self._config)  # old load predicts future load poorly
 
     def stats(self) -> ExpertStats:
-        """Numbers for people."""
+        """Return the expert statistics of the latest window."""
         return self._stats
 
     def close(self) -> None:
-        """Stop thinking."""
+        """Stop the thread that decides on moves, without waiting for it."""
         self._thinking.shutdown(wait=False, cancel_futures=True)
 
     def _advance_decision(self) -> None:
@@ -119,7 +120,7 @@ class ExpertBalancer:
             self._window, self._is_due = _Window(self._config), False
 
     def _decided(self, decision: Decision) -> None:
-        """Line up the layers that change."""
+        """Queue one move for each layer that `decision` changes."""
         logger.info("experts: %s: %s", "moving" if decision.transfers else "staying", decision.gain)
         by_layer: dict[int, list[tuple[int, int]]] = {}
         for transfer in decision.transfers:
@@ -137,7 +138,7 @@ class ExpertBalancer:
 
 
 class _Window:
-    """What was told since the last look."""
+    """Sums of the expert reports since the window was opened."""
 
     def __init__(self, config: Balancing) -> None:
         self._config = config
@@ -146,9 +147,9 @@ class _Window:
         self._combine_s = [0.0] * config.ranks
         self._sent_bytes = [0] * config.ranks
         self._tokens: list[dict[int, int]] = [{} for _ in config.layers]
-        """By layer and rank."""
+        """Tokens by layer and world rank."""
         self.steps = 0
-        """Steps that every rank has told of."""
+        """Number of steps that every rank has reported."""
 
     def add(self, report: ExpertReport) -> None:
         rank = report.world_rank
@@ -163,12 +164,12 @@ class _Window:
         self.steps += report.steps if rank == 0 else 0
 
     def balancedness(self) -> list[float]:
-        """Mean over maximum of the tokens that ranks ran, layer by layer; 1 where there were none."""
+        """Return the mean over the maximum of the tokens that the ranks ran, by layer; 1 for a layer without tokens."""
         return [_mean(list(ran.values())) / max(ran.values()) if any(ran.values()) else 1.0 for ran in self._tokens]
 
     @property
     def slowest_s(self) -> float:
-        """Seconds a step that the slowest rank of each layer computes experts, all layers together."""
+        """Seconds per step that the slowest rank of each layer spends on expert computation, summed over layers."""
         return self._slowest / self.steps if self.steps else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The engine as its replica sees it: requests in, token events out, over one set of ranks after another."""
+"""The engine as its replica uses it: takes requests, returns token events, and survives the replacement of its ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _JOIN_S = 5.0
 
 
 class Engine:
-    """Plans and delivers for the ranks behind a link. All methods may be called from any thread.
+    """Serves requests with the ranks behind a link. All methods may be called from any thread.
 
     ::
 
         start ──→ serving ──close──→ down
                     │  ↑
-                fail↓  │restart(link)      `fail` is also what happens by itself when a step times out or the link breaks
+                fail↓  │restart(link)      the engine also fails by itself if a step times out or the link breaks
                    down
     """
 
     def __init__(
         self, config: EngineConfig, link: RankLink, clock: Clock = time.monotonic, flush: Callable[[], None] = lambda: None
     ) -> None:
-        """`link`: connected to every rank; the engine owns it from here on. `flush`: called after the events of each step."""
+        """Create an engine, which does not serve before `start`.
+
+        `link` is connected to every rank, and owned by the engine from now on. `flush` is called after the events of each step.
+        """
         self.config = config
         self._clock, self._flush = clock, flush
         self._lock = threading.Lock()
@@ -39,53 +42,56 @@ class Engine:
         self._is_started = False
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve requests."""
         with self._lock:
             self._is_started = True
             self._loop.start()
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
-        """Accept a request; its events go to `deliver`, on the engine's thread, the last one with `finish`.
+        """Accept a request. `deliver` is called with each of its events, on the engine's thread; the last one has `finish` set.
 
-        Raises a `RequestRefused` (`PromptTooLong`, `InvalidRequest`, `EngineBusy`, `DuplicateRequest`, `EngineDown`) at once,
-        in which case `deliver` is never called.
+        Raises a `RequestRefused` (`PromptTooLong`, `InvalidRequest`, `EngineBusy`, `DuplicateRequest`, `EngineDown`) at once if
+        the request is not accepted; `deliver` is then never called.
         """
         if not self._is_started:
             raise EngineDown("it has not been started")
         self._loop.submit(request, deliver)
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its last event is ``abort``. Harmless for one that has ended or never was."""
+        """End a request with a last event ``abort``. Does nothing if the request has ended or is unknown."""
         self._loop.cancel(request_id)
 
     def on_ticket_event(self, event: TokenEvent) -> None:
-        """What the prefill side says of a ticket that this engine gave, by the ticket's id; or that nobody was asked.
+        """Handle an event of the prefill side, whose request id is the id of a KV transfer ticket of this engine.
 
-        Harmless for a ticket that is done, or never was.
+        A refusal event means that no prefill replica took the ticket. Does nothing if the ticket is done or unknown.
         """
         self._loop.on_ticket_event(event)
 
     def stats(self) -> EngineStats:
-        """What the engine is doing; counters start anew with new ranks."""
+        """Return the state and counters of the engine. Counters restart at 0 with new ranks."""
         return self._loop.stats()
 
     def healthy(self, now: float | None = None) -> str | None:
-        """None while a step finished in time or there is nothing to do; else the reason. `now`: on the engine's clock."""
+        """Return None if the engine is idle or its steps finish in time, else the reason why it is unhealthy.
+
+        `now` is a time on the engine's clock.
+        """
         return self._loop.healthy(self._clock() if now is None else now)
 
     def fail(self, reason: str) -> None:
-        """The ranks are gone: end every request with one ``error`` event and refuse new ones until `restart`."""
+        """Report that the ranks are lost: end every request with one ``error`` event, and refuse new ones until `restart`."""
         self._loop.stop(reason)
 
     def restart(self, link: RankLink) -> None:
-        """Serve over new ranks, with an empty cache. What the old ranks still held ends with an ``error`` event."""
+        """Serve with new ranks and an empty KV cache. Requests of the old ranks end with an ``error`` event."""
         with self._lock:
             self._end_loop("the ranks were replaced")
             self._loop = StepLoop(self.config, link, self._clock, self._flush)
             self._loop.start()
 
     def close(self) -> None:
-        """Stop serving; live requests end with an ``error`` event. Calling twice is harmless."""
+        """Stop serving; live requests end with an ``error`` event. Calling this twice is harmless."""
         with self._lock:
             self._end_loop("it was closed")
 

@@ -1,12 +1,12 @@
-"""The engine's thread, for one set of ranks: intake → schedule → send → receive → update → deliver.
+"""The engine's step loop, one thread for one set of ranks: intake → schedule → send → receive → update → deliver.
 
     submit, cancel, on_ticket_event ────→ inbox ──┐
                                                   ↓ between steps
                             ┌──→ intake → poll → reap → schedule ─→ link ─→ ranks     until `config.depth` plans are in flight
                             └──────── deliver ← update ←─────────── link ←───┘        one result
 
-A loop ends once and for all: by `stop` (closed, or the ranks are gone) or by its own failure. New ranks get a new loop, since
-their KV cache is empty.
+A loop ends for good, either by `stop` (the engine was closed, or the ranks are lost) or by its own failure. New ranks get a new
+loop, since their KV cache is empty.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.results import StepResult
 
 _GLANCE_S = 0.1
-"""How often a loop that waits for its ranks looks whether it was stopped."""
+"""Seconds after which a loop that waits for its ranks checks whether it was stopped."""
 _LISTEN_S = 0.002
-"""How long a loop with nothing in flight but hand-offs waits for its ranks before it looks for requests."""
+"""Seconds that a loop with KV transfers but no plan in flight waits for its ranks before it checks for new requests."""
 _RECENT_STEPS = 256
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ Clock = Callable[[], float]
 
 
 class StepTimeout(LinkError):
-    """A step that took longer than `step_timeout_s`."""
+    """Raised if a step takes longer than `step_timeout_s`."""
 
 
 class StepLoop:
@@ -53,7 +53,7 @@ class StepLoop:
     def __init__(self, config: EngineConfig, link: RankLink, clock: Clock, flush: Callable[[], None]) -> None:
         self.config = config
         self.ended: str | None = None
-        """Why this loop takes no more requests."""
+        """Reason why this loop accepts no more requests; None while it does."""
         self._link = link
         self._clock = clock
         dp_ranks = dp_ranks_of(config)
@@ -67,13 +67,13 @@ class StepLoop:
         self._inbox_tokens = 0
         self._cancelled: list[str] = []
         self._ticket_events: list[TokenEvent] = []
-        """What the prefill side says of this engine's tickets."""
+        """Events of the prefill side for this engine's tickets, not yet handled."""
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """Plans whose results are not back, oldest first, and when each was sent."""
+        """Plans without a result, oldest first, each with the time at which it was sent."""
         self._order = itertools.count()
         self._busy_since: float | None = None
         self._starved_since: float | None = None
-        """Since when requests wait, none runs, and ranks do not give back blocks that they fetch."""
+        """The time since which requests wait, no step runs, and ranks hold blocks that they are fetching."""
         self._last_step_at: float | None = None
         self._step_seconds = 0.0
         self._meter = BubbleMeter(config.stages * config.dp_size if config.stages > 1 else 1)
@@ -84,7 +84,7 @@ class StepLoop:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
-        """Accept a request, or raise a `RequestRefused`. Events may come before this returns."""
+        """Accept a request, or raise a `RequestRefused`. Its first events may be delivered before this method returns."""
         check_request(request, self.config)
         sequence = self._sequence(request)
         with self._changed:
@@ -111,12 +111,12 @@ class StepLoop:
             raise EngineBusy("prompt tokens", queued, self.config.max_waiting_tokens)
 
     def _waiting(self) -> tuple[int, int]:
-        """Requests and tokens accepted and not running."""
+        """Return the numbers of requests and of tokens that are accepted but not running."""
         queue = self._scheduler.waiting
         return len(self._inbox) + queue.num_requests, self._inbox_tokens + queue.num_tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request with ``abort`` before the next step. Harmless for one that has ended or never was."""
+        """End a request with ``abort`` before the next step. Does nothing if the request has ended or is unknown."""
         with self._changed:
             if self.ended is None:
                 self._cancelled.append(request_id)
@@ -130,7 +130,7 @@ class StepLoop:
                 self._changed.notify()
 
     def stop(self, reason: str) -> None:
-        """Take no more, and end every request with an ``error`` event before this returns."""
+        """Accept no more requests, and end every live one with an ``error`` event before this method returns."""
         with self._changed:
             if self.ended is None:
                 self.ended = reason
@@ -138,15 +138,15 @@ class StepLoop:
         self._event_delivery.fail_all(reason)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; whether it did."""
+        """Wait for the thread to end. Returns whether it ended within `timeout_s`."""
         if self._thread.ident is None:
-            self._link.close()  # never started, so nobody else will
+            self._link.close()  # the thread, which would close it, was never started
         elif self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def healthy(self, now: float) -> str | None:
-        """None, or why this loop cannot be trusted with requests."""
+        """Return None if the loop is healthy, else the reason why it cannot serve requests."""
         with self._changed:
             if self.ended is not None:
                 return self.ended
@@ -216,7 +216,7 @@ class StepLoop:
             self._link.close()
 
     def _intake(self) -> bool:
-        """Take what came in, waiting while there is nothing to do. False once the loop is to end."""
+        """Take new requests, cancellations and ticket events, after waiting for work. Returns False if the loop ends."""
         with self._changed:
             while not (self._has_work() or self.ended):
                 self._busy_since = None
@@ -238,7 +238,7 @@ class StepLoop:
         return self._scheduler.apply(self._handoffs.on_remote_event(event, self._clock()))
 
     def _end(self, request_id: str) -> list[TokenEvent]:
-        """End a request with ``abort``, and what is still being sent of it."""
+        """End a request with ``abort``, and stop sending its KV."""
         return self._scheduler.cancel(request_id) or self._handoffs.stop(TokenEvent(request_id=request_id, finish="abort"))
 
     def _has_work(self) -> bool:
@@ -246,13 +246,13 @@ class StepLoop:
         return bool(came or self._in_flight or self._scheduler.num_live or self._handoffs)
 
     def _poll_kv_reports(self) -> None:
-        """Take what ranks tell of hand-offs."""
+        """Handle the KV transfer reports of the ranks."""
         while self._link.kv_reports:
             changes = self._handoffs.on_report(self._link.kv_reports.popleft(), self._clock())
             self._deliver(self._scheduler.apply(changes))
 
     def _reap(self) -> None:
-        """Give up what is late: transfers, then requests."""
+        """End what is past its deadline: KV transfers first, then requests."""
         changes = self._handoffs.poll(self._scheduler.live.tickets(), self._clock())
         self._deliver(self._scheduler.apply(changes) + self._scheduler.reap(self._clock()))
 
@@ -288,9 +288,10 @@ class StepLoop:
         self._deliver(events)
 
     def _receive(self) -> StepResult | None:
-        """The result of the oldest plan in flight; None where the loop was stopped meanwhile.
+        """Return the result of the oldest plan in flight, or None if the loop was stopped meanwhile.
 
-        A plan's time runs from the result before it, if that came after the plan was sent: until then it had to wait.
+        A plan's timeout starts when it is sent, or when the previous result arrives if that is later, since the plan had to
+        wait until then. Raises `StepTimeout` after `step_timeout_s`.
         """
         plan, sent_at = self._in_flight[0]
         began = max(sent_at, self._last_step_at or sent_at)

@@ -1,21 +1,21 @@
-"""Which tokens run next. Continuous batching: every step is put together anew from whatever is here.
+"""The scheduler: continuous batching with chunked prefill, preemption and prefix caching. Every step is composed anew.
 
     add ──→ waiting ──admit──→ running ──finish──→ event
                ↑                  │
-               └────preempt───────┘    blocks ran out: the least urgent gives its own back and is recomputed later
+               └────preempt───────┘    out of blocks: the least urgent sequence frees its blocks and is recomputed later
 
-`schedule` decides a step and `update` applies its result; nothing here waits, sends or looks at a clock.
+`schedule` decides a step and `update` applies its result. Neither waits, sends messages or reads a clock.
 
-A step is filled in this order, on each DP rank (`dp_rank.py`) within `max_batch_tokens`: one token of every decoding sequence
-(or, over several stages, of those whose turn it is: `micro_batches.py`), then chunks of prompts that have begun, then new
-admissions. On admission a sequence gets its DP rank, where it stays, and all blocks for the tokens it has, so prompts never
-compete half way; only a decode can find no block and preempt.
+A step is filled on each DP rank (`dp_rank.py`), within `max_batch_tokens`, in this order: one token of every decoding sequence
+(with several pipeline stages, only of the micro-batch whose turn it is: `micro_batches.py`), then chunks of prompts that have
+begun, then new admissions. On admission a sequence is assigned a DP rank, on which it stays, and all blocks for the tokens that
+it has. A prompt that has begun therefore never lacks blocks; only a decode can run out of blocks and preempt.
 
-A decode may be planned before its token is known: the ranks keep what they sample. A token computed past a stop is
-discarded when it comes back.
+A decode may be planned before its input token is known to the engine, since the ranks keep the tokens that they sample. A token
+computed past a stop token is discarded when its result arrives.
 
-Blocks may also be filled by a KV tier or a prefill pool, and a prompt's blocks may leave for a decode pool. The scheduler asks
-its connector for that (`connector.py`), and treats an admitted sequence whose blocks are still being filled as `RESERVED`.
+Blocks may also be filled from a KV tier or by a prefill pool, and a prompt's blocks may be sent to a decode pool. The scheduler
+asks its KV connector for that (`connector.py`). An admitted sequence whose blocks are still being filled is `RESERVED`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from actors.wire.results import PromptLogprobs, Sampled, StepResult
 
 
 class Scheduler:
-    """Owns every sequence and block of one engine. Not thread-safe: one thread calls it."""
+    """The scheduler of one engine, which owns all its sequences and KV blocks. Not thread-safe: one thread calls it."""
 
     def __init__(
         self, config: EngineConfig, dp_ranks: list[DPRank] | None = None, connector: SchedulerKVConnector | None = None
     ) -> None:
-        """`connector`: where blocks come from and go to besides this engine, over the same `dp_ranks`; None: nowhere."""
+        """Create a scheduler. `connector` transfers KV blocks of the same `dp_ranks`; None disables KV transfer and offload."""
         self.config = config
         self.dp_ranks = dp_ranks_of(config) if dp_ranks is None else dp_ranks
         self.counts = Counts()
@@ -58,21 +58,24 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self.live)
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences of all DP ranks, in DP rank order, most urgent first in each."""
+        """The running sequences of all DP ranks, in DP rank order, most urgent first within each."""
         return [sequence for dp_rank in self.dp_ranks for sequence in dp_rank.running]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `check_request` has passed."""
+        """Add a sequence to the waiting queue. Its request must have passed `check_request`."""
         self.live.join(sequence)
         self.waiting.push(sequence)
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
-        """End a request early. Nothing for one that is unknown or has ended. What is in flight for it is ignored on arrival."""
+        """End a request early, and return its last events; none if the request is unknown or has ended.
+
+        Results still in flight for it are ignored when they arrive.
+        """
         sequence = self.live.get(request_id)
         if sequence is None:
             return []
@@ -80,12 +83,12 @@ class Scheduler:
         return self._finish(sequence, token_events.end_event(sequence, "abort"))
 
     def reap(self, now: float) -> list[TokenEvent]:
-        """End the requests that are past their deadline, and those with nothing to sample or score."""
+        """End the requests that are past their deadline or have nothing to compute. Returns their last events."""
         due = self.live.due(now)
         return [event for sequence, why in due for event in self._finish(sequence, token_events.end_event(sequence, why))]
 
     def apply(self, changes: TransferChanges) -> list[TokenEvent]:
-        """Apply what came of KV transfers."""
+        """Apply the outcome of KV transfers, and return the resulting events."""
         for sequence in changes.dropped:
             self._drop(sequence)
         for sequence in changes.failed:
@@ -97,7 +100,7 @@ class Scheduler:
         return events
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None where there is nothing to run (or all of it is in flight)."""
+        """Return the plan of the next step, or None if there is nothing to run or all of it is in flight."""
         drafts = [self._draft(dp_rank, now) for dp_rank in self.dp_ranks]
         self._admit(drafts, now)
         transfers = self._connector.plan_fields()
@@ -105,14 +108,14 @@ class Scheduler:
         return self._commit(drafts, transfers) if is_due else None
 
     def _draft(self, dp_rank: DPRank, now: float) -> Draft:
-        """A DP rank's part of the step, as far as those go that run there already."""
+        """Return a DP rank's part of the step, with the sequences that already run there or whose blocks were filled."""
         draft = Draft(self.counts.steps, self.config.max_batch_tokens, dp_rank.index, self.config.kv_owners)
         dp_rank.plan_decodes(draft)
         for victim in draft.preempted:
             self._ended.append(victim.sequence_id)
             self._requeue(victim)
             self.counts.preemptions += 1
-        # Those that start do so after what may preempt: ranks forget who ended before they hear of who started.
+        # Sequences start only after the decodes that may preempt: ranks apply `ended` before `started`.
         for sequence in self._connector.loaded(dp_rank.index, now):
             self._begin(sequence, draft, now)
             if sequence.todo == 1:
@@ -121,7 +124,7 @@ class Scheduler:
         return draft
 
     def _admit(self, drafts: Several[Draft], now: float) -> None:
-        """Start who comes next, until no DP rank that may start anyone has room for the head of the queue."""
+        """Admit sequences from the head of the queue until no DP rank that may admit has room for the next one."""
         while open_dp_ranks := [dp_rank for dp_rank in self.dp_ranks if dp_rank.is_open(drafts[dp_rank.index])]:
             sequence = self.waiting.first(now)
             dp_rank = choose(open_dp_ranks, sequence) if sequence is not None else None
@@ -137,14 +140,14 @@ class Scheduler:
                 dp_rank.run_chunk(sequence, drafts[dp_rank.index])
 
     def _begin(self, sequence: Sequence, draft: Draft, now: float) -> None:
-        """Run a sequence that has all its blocks, from its first token that is not computed."""
+        """Start a sequence that has all its blocks. It runs from its first token that is not computed."""
         self.dp_ranks[sequence.dp_rank].run(sequence)
         draft.start(sequence, self._next_sequence_id)
         self._next_sequence_id += 1
         self._connector.started(sequence, now)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Put a sequence that has lost its blocks back into the queue: it starts again from its tokens."""
+        """Return a sequence that has lost its blocks to the waiting queue, to be recomputed from its tokens."""
         sequence.forget_ranks()
         sequence.state = State.WAITING
         sequence.preemptions += 1
@@ -163,14 +166,17 @@ class Scheduler:
         return plan
 
     def update(self, result: StepResult) -> list[TokenEvent]:
-        """Apply what came out of the oldest step in flight. Raises `ResultMismatch` where it does not answer that step."""
+        """Apply the result of the oldest step in flight, and return its token events.
+
+        Raises `ResultMismatch` if the result does not belong to that step.
+        """
         if result.step != next(iter(self._in_flight), None):
             raise ResultMismatch(f"result of step {result.step}, steps in flight: {list(self._in_flight)}")
         sampled = {item.sequence_id: item for item in result.sampled}
         scored = {part.sequence_id: part for part in result.prompt_logprobs}
         events = []
         for row, sequence in self._in_flight.pop(result.step):
-            if sequence.sequence_id != row.sequence_id:  # it ended or was preempted meanwhile
+            if sequence.sequence_id != row.sequence_id:  # the sequence ended or was preempted meanwhile
                 self.counts.tokens_discarded += row.sample
             else:
                 events += self._advance(sequence, row, sampled.get(row.sequence_id), scored.get(row.sequence_id))
@@ -199,7 +205,7 @@ class Scheduler:
         return self._append(sequence, sampled.token, [] if sampled.logprob is None else [sampled.logprob])
 
     def _append(self, sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> list[TokenEvent]:
-        """Add a sampled token to its sequence, which may end with it."""
+        """Append a sampled token to its sequence, and end the sequence if the token completes it. Returns the events."""
         sequence.tokens.append(token)
         event = token_events.token_event(sequence, token, logprobs)
         finish = sequence.finish_after(token, self.config.capacity)
@@ -209,7 +215,7 @@ class Scheduler:
         return self._finish(sequence, event.model_copy(update={"finish": finish, "stop_token": stop_token}))
 
     def _finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
-        """End a sequence, with `last`, which the connector holds back while its blocks are still being sent."""
+        """End a sequence with the event `last`, which the connector holds back while the sequence's blocks are being sent."""
         events = self._connector.finish(sequence, last)
         self._drop(sequence)
         return events

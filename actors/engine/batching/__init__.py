@@ -1,1 +1,1 @@
-"""How the sequences of a DP rank become step plans: token budgets and pipeline micro-batches."""
+"""Composition of step plans: token budgets, chunked prefill and pipeline micro-batches."""

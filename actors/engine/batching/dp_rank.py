@@ -1,7 +1,8 @@
-"""One DP rank (attn_dp): the sequences that run there, and the KV blocks they hold. Without DP ranks there is one.
+"""The scheduling state of one DP rank of data-parallel attention (attn_dp): its running sequences and its KV blocks.
 
-A DP rank has devices of its own, so everything that counts devices counts in it alone: blocks and what is cached in them, the
-tokens of a step, the sequences at once, and who is preempted when blocks run out.
+A DP rank has its own devices, so all limits apply to each DP rank separately: KV blocks and the prefix cache in them, the
+tokens of a step, the running sequences, and the choice of a victim when blocks run out. Without DP attention there is one DP
+rank.
 """
 
 from __future__ import annotations
@@ -17,44 +18,44 @@ from actors.engine.sequences.sequence import Sequence, State
 
 
 def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
-    """Where a sequence starts: of the DP ranks with room for it, the one with least to hold and compute besides what is cached.
+    """Return the DP rank on which a sequence starts: the one with the lowest cost that has room for it; None if none has room.
 
-    Counted in blocks: those that others hold there and it does not share, and those it would have to fill. So a cached front
-    draws it to its DP rank, until others there hold more than the front is long. Ties go to the DP rank that runs fewer
-    sequences, then to the first.
+    The cost is a number of blocks: those that other sequences hold there and that `sequence` does not share, plus those that it
+    would have to fill. A cached prefix thus attracts the sequence, until other sequences hold more blocks there than the prefix
+    saves. Ties go to the DP rank that runs fewer sequences, then to the lower index.
     """
     fitting = [dp_rank for dp_rank in dp_ranks if dp_rank.has_room(sequence)]
     return min(fitting, key=lambda dp_rank: (dp_rank.cost(sequence), len(dp_rank.running), dp_rank.index), default=None)
 
 
 def dp_ranks_of(config: EngineConfig) -> list[DPRank]:
-    """The DP ranks of an engine, with no sequence in any."""
+    """Return the DP ranks of a new engine, without sequences."""
     return [DPRank(index, config) for index in range(config.dp_size)]
 
 
 class DPRank:
-    """Fills its part of a step, and gives and takes blocks. The scheduler decides who comes in."""
+    """Plans one DP rank's part of a step, and allocates and frees its blocks. The scheduler decides which sequences enter."""
 
     def __init__(self, index: int, config: EngineConfig) -> None:
         self.index = index
         self.pool = BlockPool(config.num_blocks, config.kv_owners)
         self.running: list[Sequence] = []
-        """Most urgent first."""
+        """Running sequences, the most urgent first."""
         self.num_reserved = 0
-        """Sequences that have blocks here and wait for others to fill them."""
+        """Number of sequences whose blocks here are still being filled by a KV tier or a prefill pool."""
         self._config = config
 
     def plan_decodes(self, draft: Draft) -> None:
-        """A token of each decoding sequence whose turn it is."""
+        """Plan one token of each decoding sequence of the current micro-batch, preempting sequences if blocks run out."""
         decoding = [s for s in self.running if s.todo == 1 and not s.is_sampled_out(self._config.capacity)]
         stages, rows = self._config.stages, self._config.micro_batch_rows
         for sequence in micro_batches.next_decodes(decoding, draft.step, stages, rows):
-            # An earlier one of this loop may have preempted it. Never the reverse: the loop goes by urgency.
+            # An earlier sequence in this loop may have preempted this one; never the reverse, since the loop is by urgency.
             if sequence.state is State.RUNNING and self._grow(sequence, draft):
                 draft.run(sequence, 1)
 
     def plan_chunks(self, draft: Draft, waiting_tokens: int) -> None:
-        """Chunks of prompts that have begun; `waiting_tokens`, not begun, may come here too."""
+        """Plan chunks of the prompts that have begun. `waiting_tokens` is the number of queued prompt tokens."""
         in_sight = waiting_tokens + sum(s.todo for s in self.running if s.todo > 1)
         limit = micro_batches.prompt_tokens(in_sight, self._config.stages, self._config.micro_batch_tokens)
         draft.prompt_budget = draft.budget if limit is None else min(draft.budget, limit)
@@ -63,31 +64,31 @@ class DPRank:
                 self.run_chunk(sequence, draft)
 
     def run_chunk(self, sequence: Sequence, draft: Draft) -> None:
-        """Run at least 1 token of a prompt; unless it is the last chunk it ends with a block where it can."""
+        """Plan a prompt chunk of at least one token. Unless it is the last chunk, it ends at a block boundary if possible."""
         count = min(sequence.todo, draft.prompt_budget, self._config.max_chunk_tokens)
         beyond_block = (sequence.num_planned + count) % self._config.block_size
         draft.run_prompt(sequence, count - beyond_block if count < sequence.todo and count > beyond_block else count)
 
     def is_open(self, draft: Draft) -> bool:
-        """Whether this step may start sequences here: not in one that preempted."""
+        """Return whether this step may start sequences on this DP rank. A step that preempted may not."""
         num_here = len(self.running) + self.num_reserved
         return draft.prompt_budget > 0 and not draft.preempted and num_here < self._config.max_sequences
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for all its tokens, found or new.
+        """Return whether there are enough blocks, cached or new, for all tokens of a sequence.
 
-        One block is left for each running sequence to grow into: else the next step would take this admission back.
+        One block is kept free for each running sequence to grow into; otherwise the next step might undo this admission.
         """
         hits = self._find(sequence)
         return self.pool.has_room(self._places(sequence, hits), hits, growing=[len(other.blocks) for other in self.running])
 
     def cost(self, sequence: Sequence) -> int:
-        """See `choose`."""
+        """Return the cost in blocks of running `sequence` here. See `choose`."""
         hits = self._find(sequence)
         return self.pool.num_held - self.pool.count_held(hits) + len(self._places(sequence, hits))
 
     def take_in(self, sequence: Sequence) -> None:
-        """Give a sequence the blocks of all its tokens, for which there is room."""
+        """Allocate the blocks for all tokens of a sequence. The caller must check `has_room` first."""
         hits = self._find(sequence)
         self.pool.acquire(hits)
         sequence.blocks = hits + self.pool.allocate(self._places(sequence, hits))
@@ -98,21 +99,22 @@ class DPRank:
             sequence.cached_tokens = sequence.num_computed
 
     def run(self, sequence: Sequence) -> None:
-        """Run a sequence that has its blocks from here on."""
+        """Add a sequence that has its blocks to the running ones."""
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.urgency)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Take a running sequence out: its blocks back, unless ranks still have to send them (`prefill_transfers.py`).
+        """Remove a running sequence, and free its blocks unless ranks still have to send them (`prefill_transfers.py`).
 
-        Safe with its rows in flight: ranks run plans in order, so whoever gets the blocks writes them later.
+        This is safe while rows of the sequence are in flight: ranks run plans in order, so the next holder of the blocks writes
+        to them later.
         """
         self.running.remove(sequence)
         if sequence.request.ticket is None:
             self.pool.free(sequence.blocks)
 
     def register(self, sequence: Sequence) -> range:
-        """Name the blocks that are full now, so that others can find them. Returns the places of those that were not before."""
+        """Register the sequence's full blocks in the prefix cache. Returns the indices of the newly registered ones."""
         full = sequence.num_computed // self._config.block_size
         if not self._config.prefix_cache or full == sequence.num_registered:
             return range(0)
@@ -124,10 +126,13 @@ class DPRank:
         return fresh
 
     def _grow(self, sequence: Sequence, draft: Draft) -> bool:
-        """Make room for all tokens of `sequence`. False where it was itself the least urgent and had to go."""
+        """Allocate blocks for all tokens of `sequence`, preempting the least urgent sequences if necessary.
+
+        Returns False if `sequence` itself was preempted.
+        """
         needed = range(len(sequence.blocks), self._config.blocks_for(sequence.length))
         while not self.pool.has_room(needed):
-            # Not one whose blocks are being sent: they would not come back. Itself it always may be.
+            # Skip sequences whose blocks are being sent: preempting them frees nothing. `sequence` itself is always eligible.
             victim = next(s for s in reversed(self.running) if s.request.ticket is None)
             self.let_go(victim)
             victim.state = State.WAITING
@@ -138,12 +143,16 @@ class DPRank:
         return True
 
     def _places(self, sequence: Sequence, hits: list[int]) -> range:
-        """Places in the sequence that need a new block."""
+        """Return the indices in the block table that need a new block."""
         tokens = min(len(sequence.tokens) + sequence.spare_tokens, self._config.capacity)
         return range(len(hits), self._config.blocks_for(max(tokens, len(sequence.tokens))))
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of the sequence's front. Never its last token, whose logits are wanted; none where all logits are."""
+        """Return the cached blocks of the sequence's prefix.
+
+        The last token is excluded, since its logits are needed. Returns nothing if the prompt is scored, since
+        this needs all logits.
+        """
         if not self._config.prefix_cache or sequence.scores_prompt:
             return []
         return self.pool.lookup(sequence.chain.hashes[: (len(sequence.tokens) - 1) // self._config.block_size])

@@ -1,4 +1,4 @@
-"""A step while it is being put together, per DP rank."""
+"""The draft of a step plan for one DP rank, while the scheduler composes it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 
 @dataclass(slots=True)
 class Draft:
-    """One DP rank's rows so far, and what is left of its token budget."""
+    """One DP rank's rows of the step so far, and the rest of its token budget."""
 
     step: int
     budget: int
     dp_rank: int = 0
     owners: int = 1
-    """KV owners: a rank knows a block by its place in its own pages (see `actors.engine.kv.blocks`)."""
+    """Number of KV owners. A rank identifies a block by its index in its own pages (see `actors.engine.kv.blocks`)."""
     started: list[SequenceStart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     """The sequence of each row."""
     preempted: list[Sequence] = field(default_factory=list)
-    """Those that gave their blocks back."""
+    """Sequences preempted by this step."""
     prompt_budget: int = 0
-    """What of the budget chunks of prompts may take."""
+    """The part of the budget that prompt chunks may still use."""
 
     def start(self, sequence: Sequence, sequence_id: int) -> None:
-        """Tell the ranks of a sequence, whole, under a new name."""
+        """Add the full state of a sequence to the plan, under the new id `sequence_id`."""
         sampling = sequence.request.sampling
         if sampling.prompt_logprobs is not None and not sequence.scores_prompt:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
@@ -46,7 +46,10 @@ class Draft:
         )
 
     def run(self, sequence: Sequence, count: int) -> None:
-        """Run the next `count` tokens; the last of them is followed by a sample, unless only the prompt is scored."""
+        """Add a row that runs the next `count` tokens of a sequence.
+
+        If these are its last tokens, the row samples the next one, unless the request only scores its prompt.
+        """
         assert 0 < count <= min(self.budget, sequence.todo), f"{count} tokens, budget {self.budget}, todo {sequence.todo}"
         samples = count == sequence.todo and sequence.request.max_tokens > 0
         self.rows.append(
@@ -70,13 +73,13 @@ class Draft:
         sequence.last_step = self.step
 
     def run_prompt(self, sequence: Sequence, count: int) -> None:
-        """`run` a chunk of a prompt."""
+        """Add a row that runs a prompt chunk of `count` tokens, and charge it to the prompt budget."""
         self.run(sequence, count)
         self.prompt_budget -= count
 
 
 def plan_of(drafts: Iterable[Draft], ended: list[int], settled: int) -> StepPlan:
-    """One plan for all DP ranks, in their order."""
+    """Return one plan with the rows of all drafts, in DP rank order."""
     started = [start for draft in drafts for start in draft.started]
     rows = [row for draft in drafts for row in draft.rows]
     return StepPlan(step=next(iter(drafts)).step, settled=settled, ended=ended, started=started, rows=rows)

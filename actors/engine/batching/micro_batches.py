@@ -1,18 +1,19 @@
-"""How the work of a DP rank is cut into plans so that all pipeline stages are busy: pure rules, each stated with its reason.
+"""Pipeline micro-batches: the rules that split the work of a DP rank into plans so that all pipeline stages are busy.
 
-Two stages, decodes in two micro-batches, one plan waiting; a token goes from the last stage to the first past the engine::
+The drawing shows two stages and decodes in two micro-batches, with one plan waiting. A sampled token goes from the last stage
+to the first directly, without a round trip through the engine::
 
-    stage 0   A1 B1 A2 B2 A3        in flight at most: a plan for each stage, and one that waits at the first
+    stage 0   A1 B1 A2 B2 A3        maximum in flight: one plan for each stage, and one that waits at the first stage
     stage 1      A1 B1 A2 B2
 
-**Decodes** are split over as many micro-batches as there are stages, but none is made smaller than `rows` rows: below that
-a step costs what its weights and its overhead cost, which a split pays again for every part.
+**Decodes** are split into as many micro-batches as there are stages, but none is smaller than `rows` rows: below that size the
+cost of a step is that of reading the weights and of its overhead, which every additional micro-batch pays again.
 
-**Prompts** are cut so that a stage has the next chunk while its successor works on the last: a step takes a `_CHUNKS`-th
-of the prompt tokens in sight for each stage, which keeps fill and drain, ``(P-1)/(M+P-1)`` of the time with M chunks,
-under a fifth; but no less than `tokens`, from which on a step is worth its weights.
+**Prompts** are split so that a stage has the next chunk while its successor runs the previous one. The prompt tokens in sight
+are divided into `_CHUNKS` chunks for each stage, which keeps the bubble of filling and draining, ``(P-1)/(M+P-1)`` of the time
+with M chunks, under a fifth. A chunk has at least `tokens` tokens, so that a step is worth the cost of reading the weights.
 
-**One step ahead.** A sequence may be planned while its last token is still being sampled, never while two are.
+**One step ahead.** A sequence may be planned while its last token is still being sampled, but never while two are.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from collections.abc import Sequence as Several
 from actors.engine.sequences.sequence import Sequence
 
 _CHUNKS = 4
-"""Chunks per stage that the prompts in sight are cut into."""
+"""Number of chunks per stage into which the prompt tokens in sight are split."""
 
 
 def num_micro_batches(decoding: int, stages: int, rows: int) -> int:
-    """Micro-batches over which `decoding` sequences are split: at most one a stage, at least `rows` sequences in each."""
+    """Return the number of micro-batches for `decoding` sequences: at most one per stage, of at least `rows` sequences."""
     return min(stages, max(1, decoding // rows))
 
 
 def next_decodes(decoding: Several[Sequence], step: int, stages: int, rows: int) -> list[Sequence]:
-    """Those of the sequences with one token to run that go into plan `step`, most urgent first (as they come).
+    """Return the decoding sequences that go into plan `step`, in the order of `decoding` (most urgent first).
 
-    With M micro-batches: a M-th of them; none whose token is being sampled by one of the M - 1 plans before, since that plan
-    is still in the stages; those not run for longest first.
+    With M micro-batches a plan takes one M-th of the sequences, preferring those whose last step is oldest. It takes none whose
+    token is being sampled by one of the previous M - 1 plans, which are still in the stages.
     """
     parts = num_micro_batches(len(decoding), stages, rows)
     ready = [s for s in decoding if s.num_awaited == 0 or (s.num_awaited == 1 and step - s.last_step >= parts)]
@@ -46,5 +47,5 @@ def next_decodes(decoding: Several[Sequence], step: int, stages: int, rows: int)
 
 
 def prompt_tokens(in_sight: int, stages: int, tokens: int) -> int | None:
-    """Prompt tokens a step takes at most, with `in_sight` of them waiting to be run; None: as many as fit."""
+    """Return the maximum prompt tokens of a step when `in_sight` of them wait to be run; None for no limit (a single stage)."""
     return None if stages == 1 else max(tokens, -(-in_sight // (_CHUNKS * stages)))

@@ -1,1 +1,1 @@
-"""The sizes and limits of one engine, and the numbers it reports."""
+"""The configuration of one engine (sizes and limits), and the statistics that it reports."""

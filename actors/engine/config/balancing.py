@@ -1,4 +1,4 @@
-"""How the experts of a replica are balanced while it serves (`actors.engine.balancing`)."""
+"""The settings of the expert-parallel load balancer (EPLB) of a replica (`actors.engine.balancing`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from placement.layout.layout import Layout
 from placement.model.spec import ModelSpec
 
 USUAL_INTERVAL = 3000
-"""Steps between looks unless asked otherwise."""
+"""Default number of steps between two rebalancing decisions."""
 
 
 class Balancing(BaseModel):
-    """How the experts of a replica are balanced while it serves. `experts`: their map at first, the same in each of `layers`.
+    """The settings with which the experts of a replica are balanced while it serves.
 
-    `expert_bytes`: weights of one expert of one layer on a rank; `bytes_per_s`: what a rank is taken to send until it has.
-    `interval`: steps between looks (0: none by time); `skew`: balancedness below which to look at once (None: never). With
-    neither, experts are counted and stay where they are.
+    `experts` is the initial expert map, the same in each of `layers`. `expert_bytes`: bytes of one expert's weights in one
+    layer on a rank. `bytes_per_s`: send rate of a rank that is assumed until one is measured. `interval`: steps between two
+    rebalancing decisions (0 disables them). `skew`: balancedness below which a decision is made at once (None disables this).
+    With both disabled, loads are counted but no expert is moved.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,9 +28,9 @@ class Balancing(BaseModel):
     layers: tuple[int, ...]
     experts: ExpertMap
     ranks: int
-    """Ranks that report: all of the replica."""
+    """Number of ranks that report: all ranks of the replica."""
     counting: tuple[int, ...]
-    """World ranks whose tokens count: of the ranks that share each expert's columns, one."""
+    """World ranks whose tokens are counted: one of the ranks between which each expert's columns are split (moe_tp rank 0)."""
     expert_bytes: int
     groups: int = 1
     interval: int = USUAL_INTERVAL
@@ -43,7 +44,10 @@ class Balancing(BaseModel):
     def of(
         cls, spec: ModelSpec, layout: Layout, element_bytes: int, rebalance_every: int | None, rebalance_skew: float | None
     ) -> Balancing | None:
-        """That of a model under a layout; None where there is nothing to balance. `rebalance_every`: see `interval`."""
+        """Return the settings for a model under a layout, or None if it has no MoE layers or ``ep`` is 1.
+
+        `rebalance_every` sets `interval`, and `rebalance_skew` sets `skew`.
+        """
         if spec.moe is None or layout.ep == 1:
             return None
         interval = USUAL_INTERVAL if rebalance_every is None else rebalance_every
@@ -63,10 +67,10 @@ class Balancing(BaseModel):
 
     @property
     def horizon(self) -> int:
-        """Steps that a map is taken to serve."""
+        """Number of steps for which an expert map is assumed to be used."""
         return self.interval or USUAL_INTERVAL
 
     @property
     def policy(self) -> Rebalancer:
-        """The policy these numbers are for."""
+        """The rebalancing policy with these settings."""
         return Rebalancer(self.interval, self.skew, self.hysteresis, self.must_pay)

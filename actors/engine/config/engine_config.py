@@ -1,4 +1,4 @@
-"""How one engine is set up: sizes of the cache, of a step and of the queue."""
+"""The configuration of one engine: sizes of the KV cache, of a step and of the queue, and the settings of KV transfer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from placement.model.bounds import PositiveInt
 from placement.model.spec import RopeSpec
 
 CHUNK_TOKENS, POOL_CHUNK_TOKENS = 1024, 512
-"""Prompt tokens of one sequence in one step at most, alone and in a pool. In a pool a chunk is sent while the next one is
-computed, and everybody waits for the last one."""
+"""Maximum prompt tokens of one sequence in one step, outside of a pool and in one. In a pool a chunk is sent while the next one
+is computed, so that only the transfer of the last chunk is exposed."""
 
 
 class DisaggregationConfig(BaseModel):
-    """What an engine of a pool must know beside its sizes, to hand off KV or to take it.
+    """The settings of prefill/decode disaggregation for an engine of a prefill or decode pool.
 
-    Only `layout` differs between deployments. The other numbers belong to the protocol and are no options of ``serve``; tests
+    Only `layout` differs between deployments. The other numbers belong to the protocol and are not options of ``serve``; tests
     shorten them.
     """
 
@@ -31,26 +31,27 @@ class DisaggregationConfig(BaseModel):
 
     layout: Layout
     least_tokens: PositiveInt = 16
-    """A prompt is handed off if at least so many of its tokens are not in the decode side's cache: a block's worth."""
+    """Minimum number of prompt tokens missing from the decode side's cache for which a prompt is handed off: one block."""
     expected_tokens: PositiveInt = 128
-    """Tokens of output for which blocks are reserved together with the prompt's."""
+    """Number of output tokens for which blocks are reserved together with those of the prompt."""
     lease_s: Seconds = 60.0
-    """From a reservation to the last moment at which a write into it may begin; then the decode side computes the prompt."""
+    """Seconds from a reservation during which a write into it may begin; after that the decode side computes the prompt."""
     first_heartbeat_timeout_s: Seconds = 5.0
-    """From a ticket to the first heartbeat of a prefill replica that has it; then there is none."""
+    """Seconds from issuing a ticket within which the first heartbeat of a prefill replica must arrive; otherwise none has the
+    ticket, and the decode side computes the prompt."""
     heartbeat_timeout_s: Seconds = 20.0
-    """From each heartbeat to the next; then the decode side computes the prompt. A prefill side sends one a second, but none
-    while a step runs, which may take long where a CPU is busy."""
+    """Maximum seconds between two heartbeats; after that the decode side computes the prompt. The prefill side sends one a
+    second, but none while a step runs, which may take long on a busy CPU."""
     grace_s: Seconds = 5.0
-    """After a lease: for a write that has begun to end, and for the time the ticket was on its way."""
+    """Seconds after a lease for writes that have begun to finish, and to cover the time that the ticket was in transit."""
 
     def ranks_of(self, dp_rank: int) -> frozenset[int]:
-        """World ranks of a DP rank."""
+        """Return the world ranks of a DP rank."""
         return mesh.dp_rank_members(self.layout, dp_rank)
 
 
 class OffloadConfig(BaseModel):
-    """What an engine must know of the tiers behind its ranks. `fetch_timeout_s` is no option of ``serve``; tests shorten it."""
+    """The settings of KV offload for an engine. `fetch_timeout_s` is not an option of ``serve``; tests shorten it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,85 +59,85 @@ class OffloadConfig(BaseModel):
     layout: Layout
     kv_format: KVFormat
     block_bytes: PositiveInt
-    """Of one block, on the rank that keeps most of it."""
+    """Bytes of one block on the rank that holds the largest part of it."""
     fetch_timeout_s: Seconds = 5.0
-    """From asking the ranks for blocks to the last moment at which their sequence waits for them; then it is computed."""
+    """Seconds that a sequence waits for blocks requested from the tiers; after that its tokens are computed instead."""
 
     @property
     def capacity(self) -> int:
-        """Blocks that the tiers hold."""
+        """Number of blocks that the tiers can hold."""
         shared = self.tiers.disk_cache_bytes if self.tiers.disk_cache is not None else 0
         return max(self.tiers.host_cache, shared // self.layout.world) // self.block_bytes
 
     def ranks_of(self, dp_rank: int) -> frozenset[int]:
-        """World ranks of a DP rank."""
+        """Return the world ranks of a DP rank."""
         return mesh.dp_rank_members(self.layout, dp_rank)
 
 
 class EngineConfig(EngineLimits):
-    """Sizes and limits of one engine. Frozen; `num_blocks` is what the ranks could agree on (their minimum).
+    """The sizes and limits of one engine. `num_blocks` is the minimum over its ranks.
 
-    A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`),
-    so that
-    ``kv_owners * num_blocks`` blocks can be in use at once; on each of the `dp_size` DP ranks, which have ranks of their own
-    (attn_dp).
+    A sequence's blocks are split over `kv_owners` ranks, block j to owner ``j % kv_owners`` (`placement.ownership.context`), so
+    that ``kv_owners * num_blocks`` blocks can be in use at once on each of the `dp_size` DP ranks (attn_dp), each of which
+    consists of separate ranks.
 
-    What a user sets is inherited; the rest follows from the layout and the model. `max_chunk_tokens`, `micro_batch_rows`,
-    `micro_batch_tokens`, `prefix_cache` and `overdue_after_s` are tuned values, no options: tests and benchmarks vary them.
+    User options are inherited; the other fields follow from the layout and the model. `max_chunk_tokens`, `micro_batch_rows`,
+    `micro_batch_tokens`, `prefix_cache` and `overdue_after_s` are tuned values, not options: tests and benchmarks vary them.
     """
 
     num_blocks: PositiveInt
-    """KV blocks of one rank."""
+    """Number of KV blocks of one rank."""
     kv_owners: PositiveInt = 1
-    """Ranks that each hold a share of every sequence's blocks."""
+    """Number of ranks over which every sequence's blocks are split."""
     dp_size: PositiveInt = 1
-    """Sets of ranks that each run sequences of their own."""
+    """Number of DP ranks: sets of ranks that each run their own sequences."""
     block_size: PositiveInt = 16
-    """Tokens of one KV block."""
+    """Number of tokens of one KV block."""
     max_chunk_tokens: PositiveInt = CHUNK_TOKENS
-    """Prompt tokens of one sequence in one step at most."""
+    """Maximum prompt tokens of one sequence in one step."""
     stages: PositiveInt = 1
-    """Pipeline stages of the ranks."""
+    """Number of pipeline stages."""
     micro_batch_rows: PositiveInt = 4
-    """Decodes are split over the stages into micro-batches of at least so many (`micro_batches.py`)."""
+    """Minimum size in sequences of the micro-batches into which decodes are split over the stages (`micro_batches.py`)."""
     micro_batch_tokens: PositiveInt = 128
-    """Prompt tokens that a step of several stages takes where there are that many."""
+    """Minimum prompt tokens of a step with several stages, if that many wait."""
     prefix_cache: bool = True
+    """Whether blocks are shared between sequences with the same prefix."""
     overdue_after_s: Seconds = 30.0
-    """A request queued this long goes ahead of everything that arrived after it, whatever its priority or tenant."""
+    """Seconds in the queue after which a request precedes every later arrival, whatever its priority or tenant."""
     rope: RopeSpec = RopeSpec()
-    """The model's: whether prompts of unlike length may share cached keys depends on it."""
+    """Rope of the model, which decides whether prompts of different lengths may share cached keys."""
     experts: Balancing | None = None
-    """How experts are balanced while serving; None: they stay where they are."""
+    """Settings of expert load balancing; None disables it."""
     offload: OffloadConfig | None = None
-    """None: blocks do not outlive the device."""
+    """Settings of KV offload; None disables it."""
     disaggregation: DisaggregationConfig | None = None
-    """None: this engine neither hands off KV nor takes it."""
+    """Settings of prefill/decode disaggregation; None for an engine that belongs to no pool."""
     vocab_size: PositiveInt | None = None
-    """Where given, prompts with other token ids are refused before they reach a rank."""
+    """Size of the vocabulary. If given, requests with token ids outside of it are refused before they reach a rank."""
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV blocks come from somewhere else, or go there: a pool's, or the tiers'."""
+        """Whether KV blocks are exchanged with other engines (disaggregation) or with KV tiers (offload)."""
         return self.disaggregation is not None or self.offload is not None
 
     @property
     def depth(self) -> int:
-        """Plans in flight at most."""
+        """Maximum number of plans in flight."""
         return self.plans_in_flight or self.stages + 1
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can ever hold: the smaller of `max_model_len` and `cache_tokens`."""
+        """Maximum number of tokens that one sequence can ever hold: the smaller of `max_model_len` and `cache_tokens`."""
         return min(self.max_model_len, self.cache_tokens)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the pages of all owners hold together, on one DP rank."""
+        """Number of tokens that the pages of all KV owners of one DP rank can hold together."""
         return self.num_blocks * self.kv_owners * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Return the number of blocks needed for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a user may set of an engine. Each option has its type, default and help text here, and nowhere else.
+"""The user options of an engine. The type, default and help text of each option are defined only here.
 
 command line, Serve argument, YAML ──→ ServeArgs ──→ ReplicaSettings ──→ EngineConfig      all inherit `EngineOptions`
 """
@@ -15,26 +15,26 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class EngineOptions(BaseModel):
-    """How much one engine runs at once, and how much may wait."""
+    """The limits on what one engine runs at once and on what may wait."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="Engine")
 
     max_batch_tokens: PositiveInt = 2048
-    """Tokens that one step runs at most, on each attn_dp rank."""
+    """Maximum tokens of one step, on each attn_dp rank."""
     max_sequences: PositiveInt = 64
-    """Sequences that run at once at most, on each attn_dp rank."""
+    """Maximum sequences running at once, on each attn_dp rank."""
     max_waiting: PositiveInt = 1024
-    """Requests that wait at most; further ones are refused (HTTP 429)."""
+    """Maximum waiting requests; further ones are refused (HTTP 429)."""
     max_waiting_tokens: PositiveInt = 1 << 20
-    """Prompt tokens that wait at most; a longer prompt is still taken when nothing else waits."""
+    """Maximum waiting prompt tokens; a longer prompt is still accepted if no other request waits."""
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Steps sent to the ranks before the oldest one's result is back; default: pipeline stages plus one."""
+    """Maximum steps sent to the ranks without a result; default: pipeline stages plus one."""
     step_timeout_s: Seconds = 60.0
     """Seconds after which a step counts as stuck, and its ranks are restarted."""
 
 
 class EngineLimits(EngineOptions):
-    """The options together with the limit that follows from model and memory."""
+    """The engine options together with the length limit that follows from model and memory."""
 
     max_model_len: PositiveInt
-    """Tokens of a sequence at most, prompt and generated together."""
+    """Maximum tokens of a sequence, prompt and generated tokens together."""

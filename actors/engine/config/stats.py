@@ -1,4 +1,4 @@
-"""What an engine is doing, as numbers."""
+"""The statistics of an engine: snapshots of its queues, KV blocks, steps, experts and KV transfers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to requests since its scheduler was made."""
+    """Counters of a scheduler since it was created."""
 
     steps: int = 0
     tokens_run: int = 0
     tokens_sampled: int = 0
     tokens_discarded: int = 0
-    """Sampled for a sequence that had ended, or left the ranks, meanwhile."""
+    """Tokens sampled for a sequence that had meanwhile ended or been preempted."""
     cache_hit_tokens: int = 0
     preemptions: int = 0
     aborts: int = 0
@@ -24,29 +24,30 @@ class Counts:
 
 
 class ExpertStats(BaseModel):
-    """What experts did since the balancer last looked: by layer of `layers`, or by world rank."""
+    """Statistics of the experts over the balancer's latest window. Lists are by layer of `layers` or by world rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: list[int]
     top_tokens: list[int] = []
-    """Tokens of the expert that ran most, by layer."""
+    """Tokens of the most loaded expert, by layer."""
     mean_tokens: list[float] = []
+    """Mean tokens per expert, by layer."""
     balancedness: list[float] = []
-    """Mean over maximum of the ranks' tokens, by layer: the part of their time that is used."""
+    """Mean over maximum of the ranks' tokens, by layer: the fraction of the ranks' expert time that is used."""
     sent_bytes: list[int] = []
-    """Of tokens on their way to experts and back, by rank."""
+    """Bytes sent for dispatching tokens to experts and combining their outputs, by rank."""
     expert_s: list[float] = []
-    """Seconds of the experts' maths, by rank."""
+    """Seconds of expert computation, by rank."""
     combine_s: list[float] = []
-    """Seconds of the way back, waiting for slower ranks included, by rank."""
+    """Seconds of the combine step, the wait for slower ranks included, by rank."""
     straggler_share: float = 0.0
-    """Part of the slowest rank's expert seconds that the ranks wait for it, in the mean over layers and ranks."""
+    """Fraction of the slowest rank's expert seconds during which the ranks wait for it, averaged over layers and ranks."""
     moved_experts: int = 0
-    """Experts that went to other slots since the ranks started."""
+    """Number of experts moved to other slots since the ranks started."""
 
     def gauges(self) -> dict[str, float]:
-        """Each number under its name, with the layer or rank it is of."""
+        """Return each number under its metric name, with its layer or rank as a label."""
         found = {"experts_straggler_share": self.straggler_share, "experts_moved": float(self.moved_experts)}
         by_layer: dict[str, Iterable[float]] = {
             "top_tokens": self.top_tokens,
@@ -66,88 +67,101 @@ class ExpertStats(BaseModel):
 
 
 class HandoffStats(BaseModel):
-    """Hand-offs of one engine of a pool. Counters rise from the start of its ranks; bytes and seconds are sums over ranks."""
+    """Statistics of prefill/decode disaggregation of one engine of a pool.
+
+    Counters start at 0 with the ranks. Bytes and seconds are sums over the ranks.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     reserved: int
-    """Reservations whose sequences wait for their prompts."""
+    """Current reservations whose sequences wait for their prompts to be computed."""
     draining: int
-    """Reservations nobody waits for, into which somebody may still write."""
+    """Current reservations for which no sequence waits, but into which a prefill side may still write."""
     sending: int
-    """Prompts that ranks have not sent whole."""
+    """Prompts that are not sent completely."""
     reservations: int
+    """Reservations made."""
     reservation_wait_s: float
-    """From the arrival of requests to their blocks."""
+    """Seconds from the arrival of requests to the reservation of their blocks, summed over requests."""
     received: int
+    """Prompts received completely."""
     fallen_back: int
-    """Prompts computed here since the prefill side failed or was late."""
+    """Prompts computed by this engine because the prefill side failed or was late."""
     outlived: int
-    """Reservations given up when their lease was over, since their writer was never heard of again."""
+    """Reservations freed only after lease and grace time, because the prefill side never reported the end of its writes."""
     sent: int
+    """Prompts sent completely."""
     failed: int
+    """Prompts whose sending was stopped."""
     sent_bytes: int
+    """Bytes of KV sent."""
     transfer_s: float
-    """In which ranks had writes under way."""
+    """Seconds during which ranks had writes in flight."""
     exposed_s: float
-    """The part of that after the last chunk of the prompt was computed."""
+    """The part of `transfer_s` that did not overlap with computation (`KVSent`)."""
     overlap: float
-    """Part of the transfers' time that computing hid."""
+    """The fraction of `transfer_s` that overlapped with computation."""
 
 
 class EngineStats(BaseModel):
-    """A snapshot. Counters rise from the start of the current set of ranks; times are on the engine's clock, in seconds."""
+    """A snapshot of an engine's state and counters.
+
+    Counters start at 0 with the current set of ranks. Times are in seconds on the engine's clock.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     running: int
     waiting: int
-    """Requests accepted and not running (preempted ones included)."""
+    """Requests that are accepted but not running, preempted ones included."""
     waiting_tokens: int
     total_blocks: int
     free_blocks: int
-    """Blocks that hold nothing."""
+    """Blocks that hold no KV."""
     cached_blocks: int
-    """Blocks nobody uses that can be hit, or evicted."""
+    """Blocks that no sequence uses, but that the prefix cache can still hit or evict."""
     steps: int
     tokens_run: int
     tokens_sampled: int
     tokens_discarded: int
-    """Sampled for requests that had ended, or were preempted, by the time."""
+    """Tokens sampled for requests that had meanwhile ended or been preempted."""
     cache_hit_tokens: int
     preemptions: int
     aborts: int
     finished: int
     last_step_at: float | None
-    """When the last step's result was applied."""
+    """Time at which the last step's result was applied."""
     busy_since: float | None
-    """When the turn in progress (plan, step, delivery) began; None while there is nothing to do."""
+    """Time at which the current iteration of the loop (plan, step, delivery) began; None while the engine is idle."""
     step_seconds: float
-    """Sum of the durations of all steps, from sending the plan to its result."""
+    """Sum of the durations of all steps, each from sending the plan to receiving its result."""
     pipeline_seconds: float
-    """Time with plans in flight."""
+    """Seconds with plans in flight."""
     stage_busy_seconds: float
-    """Time the pipeline's stages were busy, added up over them."""
+    """Seconds during which pipeline stages were busy, summed over stages."""
     pipeline_bubble: float | None
-    """Part of the latest steps' time that stages idled; None where there is one stage."""
+    """Fraction of the latest steps' time during which stages were idle; None with a single stage."""
     recent_step_s: tuple[float, ...]
     """Durations of the latest steps, oldest first."""
     tier_saved_blocks: int = 0
-    """Blocks put away in the tiers behind the device."""
+    """Blocks saved to the KV tiers."""
     tier_asked_tokens: int = 0
-    """Prompt tokens whose blocks were looked for there, and those found."""
+    """Prompt tokens whose blocks were requested from the tiers."""
     tier_found_tokens: int = 0
+    """Prompt tokens whose blocks were found in the tiers."""
     tier_late: int = 0
-    """Prompts that were computed since their blocks did not come from there in time."""
+    """Prompts that were computed because the tiers did not deliver their blocks in time."""
     tier_hits: dict[str, int] = {}
     """Block parts that ranks fetched, by tier (``host``, ``shared``), those missed, and those not written."""
     experts: ExpertStats | None = None
-    """None where experts are not balanced."""
+    """Expert statistics; None if experts are not balanced."""
     handoffs: HandoffStats | None = None
-    """None for an engine that belongs to no pool."""
+    """Statistics of prefill/decode disaggregation; None for an engine that belongs to no pool."""
 
     def gauges(self) -> dict[str, float]:
-        """The numbers that are one number, and those of experts by layer and rank: ``experts_sent_bytes:rank=3``."""
+        """Return all scalar statistics by metric name, and those of experts by layer and rank:
+        ``experts_sent_bytes:rank=3``."""
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
         handoff = {} if self.handoffs is None else self.handoffs.model_dump()
         plain |= {f"handoff_{name}": float(value) for name, value in handoff.items()}

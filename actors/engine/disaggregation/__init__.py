@@ -1,1 +1,1 @@
-"""What an engine awaits from other engines and from KV tiers, beside its own steps."""
+"""The engine's KV connector: prefill/decode disaggregation (KV transfer) and KV offload."""

@@ -1,11 +1,11 @@
-"""What the scheduler asks about KV blocks that come from elsewhere, or go there: the scheduler side of a KV connector.
+"""The scheduler side of a KV connector: the interface through which the scheduler has KV blocks loaded, saved and sent.
 
     admitted ──load──→ waits for its blocks ──loaded──→ running      blocks come from a prefill pool or a KV tier
         └──────────────────not loaded─────────────────────┘
     running ──save──→ blocks of computed tokens go to the KV tiers
-    running ──started … finish──→ blocks of a whole prompt go to a decode pool; its last event waits until they are there
+    running ──started … finish──→ blocks of a whole prompt go to a decode pool; its last event waits until they are sent
 
-`Handoffs` is the one that serves pools and tiers. `NoKVConnector` is that of an engine on its own.
+`Handoffs` implements it for pools and KV tiers, and `NoKVConnector` for an engine that has neither.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ from actors.wire.requests import TokenEvent
 
 
 class SchedulerKVConnector(Protocol):
-    """The six questions of the scheduler. Called by its thread only."""
+    """The interface of a KV connector for the scheduler. Not thread-safe: only the scheduler's thread calls it."""
 
     def load(self, sequence: Sequence, now: float) -> bool:
-        """Whether somebody else fills blocks of a sequence that was just given all of its blocks. If so, it waits for them."""
+        """Start to load KV into the blocks that a sequence was just allocated, from a KV tier or a prefill pool.
+
+        Returns whether anything is loaded. If so, the sequence waits until `loaded` returns it.
+        """
 
     def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
-        """The sequences of a DP rank whose blocks have been filled, each once: they run, from their first token not
-        computed."""
+        """Return the sequences of a DP rank whose blocks have been filled, each once.
+
+        They run from their first token that is not computed.
+        """
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """A sequence begins to run: the next plan tells the ranks of it."""
+        """Handle the start of a sequence, which the next plan sends to the ranks."""
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """The blocks at these places of a sequence's block table are full and computed for the first time."""
+        """Save the blocks at indices `places` of a sequence's block table, which are full and computed for the first time."""
 
     def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
-        """A sequence that is still in its state ends with `last`: the events that go out now. The others follow later."""
+        """Handle the end of a sequence with the event `last`, before the scheduler changes the sequence's state.
+
+        Returns the events to deliver now. The connector delivers any others later.
+        """
 
     def plan_fields(self) -> dict[str, object]:
-        """The fields of the next `StepPlan` about such blocks, each order once. Empty where there is nothing to order."""
+        """Return the fields of the next `StepPlan` that order KV transfers, each order once. Empty if there are none."""
 
 
 class NoKVConnector:
-    """Nothing comes from elsewhere and nothing goes there."""
+    """The KV connector of an engine without pools and KV tiers. It does nothing."""
 
     def load(self, sequence: Sequence, now: float) -> bool:
         return False
@@ -65,13 +73,13 @@ class NoKVConnector:
 
 @dataclass(frozen=True, slots=True)
 class TransferChanges:
-    """What came of transfers. To be given to `Scheduler.apply` before the connector is called again."""
+    """The outcome of KV transfers. Pass it to `Scheduler.apply` before the connector is called again."""
 
     events: Several[TokenEvent] = ()
-    """To be delivered as they are."""
+    """Events to deliver unchanged."""
     first_tokens: Several[tuple[Sequence, TokenEvent]] = ()
-    """Sequences whose prompt was computed elsewhere, and the event that carries their first token."""
+    """Sequences whose prompt a prefill engine has computed, each with the event that carries its first token."""
     failed: Several[Sequence] = ()
-    """Sequences that wait for blocks which will not come: they are computed here."""
+    """Sequences whose blocks will not be filled, so that this engine computes them."""
     dropped: Several[Sequence] = ()
-    """Sequences whose blocks nobody takes any more: they end without an event of their own."""
+    """Sequences whose transfer to a decode engine failed: they end without an event of their own."""

@@ -1,14 +1,14 @@
-"""Decode side of prefill/decode disaggregation: blocks that an engine has reserved for prompts which a prefill pool computes.
+"""The decode side of prefill/decode disaggregation: KV blocks reserved for prompts that a prefill pool computes.
 
-    reserve ──→ ASKED ──all ranks ready──→ OPEN ──first token, and all bytes here──→ DONE   (the sequence runs)
+    reserve ──→ ASKED ──all ranks ready──→ OPEN ──first token and all bytes arrived──→ DONE   (the sequence runs)
                   │                         │
-                  │ never told to anyone    │ cancelled, failed, lease over
+                  │ ticket never issued     │ cancelled, failed, lease over
                   ↓                         ↓
-                 DONE ←─────────────────  DRAINING: the sequence has left, its blocks have not
+                 DONE ←─────────────────  DRAINING: the sequence is gone, its blocks are not free yet
 
-States only move forward. While a ticket is out somebody may write into its blocks, so they go to nobody else before the
-writer has said that it writes no more, or everything has arrived, or the lease is over (no write begins after it) and
-`DisaggregationConfig.grace_s` has passed on top.
+States only move forward. Once a ticket is issued, a prefill engine may write into its blocks. They are therefore freed only
+when the writer has reported that it writes no more, or when everything has arrived, or when the lease is over (no write begins
+after it) and `DisaggregationConfig.grace_s` seconds have passed since.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ from actors.wire.requests import TokenEvent
 
 
 class DecodeTransferState(IntEnum):
+    """The state of a decode-side transfer."""
+
     ASKED = 0
-    """The ranks are told to be ready."""
+    """The ranks were ordered to prepare for the transfer."""
     OPEN = 1
-    """The ticket is out."""
+    """The ticket is issued."""
     DRAINING = 2
+    """The sequence is gone, but the prefill side may still write into its blocks."""
     DONE = 3
 
 
 @dataclass(eq=False, slots=True)
 class DecodeTransfer:
-    """Blocks for the positions from `first` on of one prompt, and how far its hand-off is."""
+    """The reserved blocks of one prompt, for its positions from `first` on, and the progress of its hand-off."""
 
     ticket_id: str
     sequence: Sequence
     dp_rank: int
     blocks: list[int]
     ranks: frozenset[int]
-    """World ranks that get a part of it."""
+    """World ranks that receive a part of the KV."""
     first: int
     lease_ends_s: float
     state: DecodeTransferState = DecodeTransferState.ASKED
     readers: dict[int, KVReader] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     heartbeat_deadline_s: float = math.inf
-    """When the next heartbeat is due at the latest; infinite once it has said that all is sent."""
+    """Latest time for the next heartbeat; infinite once the prefill side has reported that everything is sent."""
     is_committed: bool = False
-    """The first token is here."""
+    """Whether the first token has arrived."""
 
     @property
     def is_live(self) -> bool:
@@ -61,33 +64,34 @@ class DecodeTransfer:
 
     @property
     def has_arrived(self) -> bool:
+        """Whether all ranks have received their bytes."""
         return self.arrived == self.ranks
 
     @property
     def ends_s(self) -> float:
-        """When it is late. All that is here needs no heartbeat."""
+        """Time at which the transfer is late: the end of the lease, or of the heartbeat timeout while data is missing."""
         return (
             self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.heartbeat_deadline_s)
         )
 
     def advance(self, state: DecodeTransferState) -> None:
-        """On to a later state."""
+        """Move to a later state."""
         assert state > self.state, f"decode transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
         self.state = state
 
 
 @dataclass(slots=True)
 class DecodeTransferCounts:
-    """What happened since the engine was made."""
+    """Counters of decode-side transfers since the ranks started."""
 
     made: int = 0
     wait_s: float = 0.0
-    """From the arrival of requests to their blocks, summed."""
+    """Seconds from the arrival of requests to the reservation of their blocks, summed over requests."""
     completed: int = 0
     fallen_back: int = 0
-    """Given up by the prefill side, or too late: this engine computed the prompt itself."""
+    """Transfers that the prefill side gave up or that were late, so that this engine computed the prompt itself."""
     outlived: int = 0
-    """Drained until the lease was over, since nobody said that it would not write."""
+    """Transfers drained until lease and grace time were over, because the prefill side never reported the end of its writes."""
 
 
 class DecodeTransfers:
@@ -97,7 +101,7 @@ class DecodeTransfers:
         self.counts = DecodeTransferCounts()
         self.expects: list[KVExpect] = []
         self.forgets: list[str] = []
-        """Both: for the next plan."""
+        """`expects` and `forgets` are orders for the next plan."""
         self._config, self._dp_ranks = config, dp_ranks
         self._open: dict[str, DecodeTransfer] = {}
 
@@ -108,17 +112,20 @@ class DecodeTransfers:
         return iter(self._open.values())
 
     def get(self, ticket_id: str) -> DecodeTransfer | None:
-        """The one with that ticket, unless it is done."""
+        """Return the transfer with this ticket, or None if it is done or unknown."""
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """The rule: a prompt is handed off if this engine has `DisaggregationConfig.least_tokens` of it or more in neither
-        cache nor tiers."""
+        """Return whether a prompt should be handed off.
+
+        This requires that at least `DisaggregationConfig.least_tokens` of its tokens are in neither the prefix cache
+        nor the KV tiers of this engine.
+        """
         disaggregation = self._config.disaggregation
         return disaggregation is not None and sequence.reserves and sequence.todo >= disaggregation.least_tokens
 
     def reserve(self, sequence: Sequence, now: float) -> None:
-        """Keep the blocks that `sequence` has just got on its DP rank for its prompt, and have the ranks be ready for it."""
+        """Reserve the blocks just allocated to `sequence` for its prompt, and order the ranks to prepare for the transfer."""
         disaggregation, request = self._disaggregation, sequence.request
         dp_rank = self._dp_ranks[sequence.dp_rank]
         transfer = DecodeTransfer(
@@ -145,7 +152,7 @@ class DecodeTransfers:
         )
 
     def on_report(self, report: KVReport, now: float) -> list[TokenEvent]:
-        """What a rank tells. The events are tickets that can go out."""
+        """Handle the report of a rank. Returns events with the tickets that can now be issued."""
         events = []
         for ticket_id, reader in report.opened.items():
             transfer = self._open.get(ticket_id)
@@ -166,7 +173,7 @@ class DecodeTransfers:
         return events
 
     def ready(self, dp_rank: int) -> list[Sequence]:
-        """The sequences of a DP rank that can run: they leave, with their blocks."""
+        """Return the sequences of a DP rank whose transfer is complete, and end these transfers."""
         found = [
             transfer
             for transfer in self
@@ -180,15 +187,15 @@ class DecodeTransfers:
         return [transfer.sequence for transfer in found]
 
     def on_heartbeat(self, transfer: DecodeTransfer, is_sent: bool, now: float) -> None:
-        """Whoever has its ticket lives, or has nothing more to say of it."""
+        """Handle a heartbeat of the prefill side. If `is_sent`, everything is sent and no further heartbeat is expected."""
         transfer.heartbeat_deadline_s = math.inf if is_sent else now + self._disaggregation.heartbeat_timeout_s
 
     def of(self, sequence: Sequence) -> DecodeTransfer:
-        """That of a reserved sequence."""
+        """Return the live transfer of a reserved sequence."""
         return next(transfer for transfer in self if transfer.sequence is sequence and transfer.is_live)
 
     def abandon(self, transfer: DecodeTransfer) -> None:
-        """Its sequence wants it no longer. The blocks stay until nobody can write to them."""
+        """End the wait of a transfer's sequence. The blocks are kept until the prefill side cannot write to them any more."""
         self._dp_ranks[transfer.dp_rank].num_reserved -= 1
         nobody_knows = transfer.state is DecodeTransferState.ASKED
         transfer.advance(DecodeTransferState.DRAINING)
@@ -196,13 +203,15 @@ class DecodeTransfers:
             self._free(transfer)
 
     def close(self, transfer: DecodeTransfer) -> None:
-        """The writer writes no more."""
+        """Handle the report that the prefill side writes no more: free the blocks if the transfer is draining."""
         if transfer.state is DecodeTransferState.DRAINING:
             self._free(transfer)
 
     def expired(self, now: float) -> list[DecodeTransfer]:
-        """Those still live whose lease is over before all was here, or whose heartbeat is overdue; drained
-        ones past their grace are done."""
+        """Return the live transfers whose lease is over before everything has arrived, or whose heartbeat is overdue.
+
+        Also frees the blocks of draining transfers whose grace time is over.
+        """
         late = [transfer for transfer in self if now >= transfer.ends_s]
         for transfer in late:
             if transfer.state is DecodeTransferState.DRAINING and now >= transfer.lease_ends_s + self._disaggregation.grace_s:

@@ -1,8 +1,8 @@
-"""Prefill/decode disaggregation and KV offloading in the engine: prompts on their way in, prompts on their way out, blocks
-that are fetched.
+"""The KV connector of an engine with pools or KV tiers: prefill/decode disaggregation and KV offload.
 
-Three books, each with its own states. The scheduler asks them through `SchedulerKVConnector`; the loop passes on what ranks and
-the other pool report, and gives the scheduler what came of it.
+It combines decode-side transfers, prefill-side transfers and the KV offload manager, each with its own states. The scheduler
+uses it through `SchedulerKVConnector`. The loop passes the reports of ranks and of the other pool to it, and the resulting
+`TransferChanges` to the scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.wire.kv import KVReport
 from actors.wire.requests import TokenEvent
 
 _WRITES_NO_MORE = ("handoff", "abort", "deadline")
-"""Last events of a prefill engine that come when its ranks have stopped writing; of an ``error`` nobody knows."""
+"""Finish reasons of a prefill engine that imply that its ranks have stopped writing; an ``error`` does not imply it."""
 
 
 class Handoffs:
@@ -34,26 +34,34 @@ class Handoffs:
         self._dp_ranks, self._in_pool = dp_ranks, config.disaggregation is not None
 
     def __bool__(self) -> bool:
-        """Whether anything is under way: something may have to be done though nothing is in flight."""
+        """Whether any transfer is under way, so that the loop must run even without plans in flight."""
         return bool(self.decode_transfers) or bool(self.prefill_transfers) or bool(self.offload)
 
     def load(self, sequence: Sequence, now: float) -> bool:
-        """Have the tiers, or else the prefill side, fill the blocks of an admitted sequence; whether either does."""
+        """Start to fill the blocks of an admitted sequence from the KV tiers, or else from the prefill side.
+
+        Returns whether either fills them.
+        """
         promised = self.offload.num_matched_blocks(sequence)
         if promised:
             self.offload.fetch(sequence, promised, now)
         return bool(promised) or self._start_handoff(sequence, now)
 
     def _start_handoff(self, sequence: Sequence, now: float) -> bool:
-        """Whether a prefill side computes what is left of a prompt. Asked once: preempted, it computes itself."""
+        """Reserve blocks for the rest of a prompt if it is worth handing off to the prefill side. Returns whether it is.
+
+        This is tried only once for a sequence: after a preemption this engine computes the prompt itself.
+        """
         is_worth, sequence.reserves = self.decode_transfers.is_worth(sequence), False
         if is_worth:
             self.decode_transfers.reserve(sequence, now)
         return is_worth
 
     def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
-        """The sequences of a DP rank whose blocks the tiers or the prefill side have filled. Of those that the tiers have
-        filled in part, the prefill side may compute the rest first."""
+        """Return the sequences of a DP rank whose blocks the KV tiers or the prefill side have filled.
+
+        If the tiers have filled only a part, the rest of the prompt may be handed off to the prefill side first.
+        """
         fetched = self.offload.ready(dp_rank)
         for sequence in fetched:
             self.save(sequence, self._dp_ranks[dp_rank].register(sequence))
@@ -65,16 +73,16 @@ class Handoffs:
         return found + received
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """Have the ranks send what they compute of a sequence that came with a ticket."""
+        """Order the ranks to send the KV of a starting sequence if its request has a KV transfer ticket."""
         if sequence.request.ticket is not None:
             self.prefill_transfers.begin(sequence, sequence.request.ticket, now)
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """Have the ranks put these blocks into the tiers."""
+        """Order the ranks to save these blocks to the KV tiers."""
         self.offload.save(sequence, places)
 
     def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
-        """A sequence ends. The last event of one whose blocks are being sent waits until no rank writes any more."""
+        """Handle the end of a sequence. While its blocks are being sent, the last event is held back."""
         if sequence.state is State.RESERVED and not self.offload.abandon(sequence):
             self.decode_transfers.abandon(self.decode_transfers.of(sequence))
         if sequence.request.ticket is None or sequence.state is not State.RUNNING:
@@ -85,11 +93,11 @@ class Handoffs:
         return self.stop(last if writes_no_more else last.model_copy(update={"finish": "abort"}))
 
     def stop(self, last: TokenEvent) -> list[TokenEvent]:
-        """Send no more of a prompt, and end it with `last` once no rank writes. Harmless where nothing of it is sent."""
+        """Stop sending a prompt, and end it with `last` once no rank writes. Does nothing if the prompt is not being sent."""
         return _some(self.prefill_transfers.stop(last.request_id, last))
 
     def plan_fields(self) -> dict[str, object]:
-        """What the next plan tells the ranks of transfers."""
+        """Return the fields of the next plan that order KV transfers, and clear them here."""
         decode, prefill, offload = self.decode_transfers, self.prefill_transfers, self.offload
         updates = {"expects": decode.expects, "sends": prefill.sends, "forgets": decode.forgets + prefill.forgets}
         updates |= {"saves": offload.saves, "fetches": offload.fetches}
@@ -98,9 +106,10 @@ class Handoffs:
         return {name: orders for name, orders in updates.items() if orders}
 
     def poll(self, tickets: Iterable[str], now: float) -> TransferChanges:
-        """Give up what is late, and tell those who wait for `tickets`, the prompts here that are not computed, that they live.
+        """Give up late transfers, and send due heartbeats.
 
-        To be called between two steps, or while none is in flight.
+        `tickets` holds the ids of the tickets whose prompts this engine has not computed yet. Call this between two steps, or
+        while none is in flight.
         """
         late = self.decode_transfers.expired(now)
         for transfer in late:
@@ -109,15 +118,16 @@ class Handoffs:
         return TransferChanges(events=self.prefill_transfers.heartbeats(tickets, now) if self._in_pool else (), failed=failed)
 
     def on_report(self, report: KVReport, now: float) -> TransferChanges:
-        """A rank reports how far its transfers are."""
+        """Handle a rank's report on its KV transfers."""
         self.offload.on_report(report)
         last, dropped = self.prefill_transfers.on_report(report, now)
         return TransferChanges(events=self.decode_transfers.on_report(report, now) + last, dropped=dropped)
 
     def on_remote_event(self, event: TokenEvent, now: float) -> TransferChanges:
-        """The prefill side (or whoever was to ask it) has an event of a ticket: that it has it, its first token, its end.
+        """Handle an event for a ticket from the prefill side, or from the router that should have reached it.
 
-        Where it failed, this engine computes the prompt itself. An event of a ticket that is done changes nothing.
+        The event is a heartbeat, the first token, or the end. If the prefill side failed, this engine computes the prompt
+        itself. An event for a ticket that is done changes nothing.
         """
         transfer = self.decode_transfers.get(event.request_id)
         if transfer is None:
@@ -135,16 +145,16 @@ class Handoffs:
         return changes
 
     def on_result(self, now: float) -> None:
-        """The result of a step is here: all ranks live."""
+        """Record that the result of a step arrived, which shows that all ranks are alive."""
         self.prefill_transfers.ran(now)
 
     def _fall_back(self, transfer: DecodeTransfer) -> None:
-        """Nobody will fill these blocks."""
+        """Abandon a transfer whose blocks will not be filled, so that this engine computes the prompt."""
         self.decode_transfers.abandon(transfer)
         self.decode_transfers.counts.fallen_back += 1
 
     def stats(self) -> HandoffStats:
-        """Numbers of both sides of hand-offs."""
+        """Return the statistics of decode-side and prefill-side transfers."""
         decode, prefill = self.decode_transfers.counts, self.prefill_transfers.counts
         reserved = sum(transfer.is_live for transfer in self.decode_transfers)
         return HandoffStats(

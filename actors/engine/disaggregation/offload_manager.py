@@ -1,15 +1,16 @@
-"""Blocks that outlive the device: which are put away in the tiers behind it, and which are fetched back for a prompt.
+"""The KV offload manager: decides which blocks are saved to the KV tiers (host memory, disk), and which are fetched back.
 
-    block full, computed ──→ KVSave in the next plan ──→ every rank keeps its part (host memory), and shares it (directory)
+    block full, computed ──→ KVSave in the next plan ──→ every rank saves its part (host memory), and shares it (directory)
 
-    admitted: [device hits | believed in a tier | to compute]
-                            └─ RESERVED: KVFetch ──→ ranks fill the blocks while others run ──→ the least of their counts
+    admitted: [device hits | expected in a tier | to compute]
+                            └─ RESERVED: KVFetch ──→ ranks fill the blocks while others run ──→ minimum of their counts
                                                      then the rest is computed, here or by a prefill side
 
-What this engine had saved it believes to be there, as much as the tiers hold; what others saved it sees in the directory. To
-be wrong costs a look: ranks say how many blocks they found, and the rest is computed. Blocks that are being filled go to
-nobody else before every rank has said so, whatever becomes of their sequence: one that has waited
-`OffloadConfig.fetch_timeout_s` is computed in other blocks, and nobody asks the tiers while a rank still owes an answer.
+Blocks that this engine has saved are expected to be in the tiers, up to the capacity of the tiers; blocks that other engines
+saved are looked up in the directory. A wrong expectation costs one lookup: the ranks report how many blocks they found, and the
+rest is computed. Blocks that are being filled are not reused before every rank has reported, whatever happens to their
+sequence. A sequence that has waited for `OffloadConfig.fetch_timeout_s` is computed in other blocks, and the tiers are not
+asked again while a rank is late.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from actors.wire.kv import KVFetch, KVReport, KVSave
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """`blocks`: the whole table; None for `sequence`: it wants them no longer."""
+    """A fetch that is under way. `blocks` is the whole block table; `sequence` is None if it no longer waits."""
 
     sequence: Sequence | None
     dp_rank: int
@@ -36,27 +37,29 @@ class _Fetch:
     hashes: list[BlockHash]
     waiting_for: set[int]
     found: int
-    """Blocks that all ranks heard of so far have."""
+    """Number of leading blocks found by all ranks that have reported so far."""
     ends_s: float
-    """When its ranks are late."""
+    """Time after which its ranks are late."""
 
 
 @dataclass(slots=True)
 class OffloadCounts:
-    """What happened since the engine was made. Tokens of blocks asked of the tiers, and of those found in them."""
+    """Counters of KV offload since the ranks started."""
 
     saved_blocks: int = 0
     asked_tokens: int = 0
+    """Tokens of the blocks requested from the tiers."""
     found_tokens: int = 0
+    """Tokens of the blocks found in the tiers."""
     late: int = 0
-    """Sequences that gave up waiting."""
+    """Sequences that gave up waiting for the tiers."""
     hits: Counter[str] = field(default_factory=Counter)
-    """Block parts that ranks fetched, by the tier they came from, and those that were missed."""
+    """Block parts that ranks fetched, by tier, and those that were missed. See `KVReport.tier_hits`."""
 
 
 @dataclass(slots=True)
 class _Believed:
-    """Blocks that this engine has saved: as many of the newest as the tiers hold."""
+    """The blocks that this engine has saved and expects to be in the tiers: the newest ones, up to the tiers' capacity."""
 
     capacity: int
     hashes: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
@@ -69,17 +72,20 @@ class _Believed:
 
 
 class KVOffloadManager:
-    """Not thread-safe: the scheduler's thread calls it. Without tiers it never has anything to do."""
+    """Manages saving and fetching KV blocks of one engine. Without KV tiers it does nothing.
+
+    Not thread-safe: the scheduler's thread calls it.
+    """
 
     def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
         self.counts = OffloadCounts()
         self.saves: list[KVSave] = []
         self.fetches: list[KVFetch] = []
-        """Both: for the next plan."""
+        """`saves` and `fetches` are orders for the next plan."""
         self._config, self._dp_ranks, self._offload = config, dp_ranks, config.offload
         self._under_way: dict[str, _Fetch] = {}
         self.is_stuck = False
-        """Whether a rank was late at the last look, and still is."""
+        """Whether a rank was late with a fetch at the last call of `expired`."""
         self._believed = _Believed(config.offload.capacity if config.offload is not None else 0)
         self._doubted: set[BlockHash] = set()
         self._directory: DirectoryTier | None = None
@@ -95,11 +101,11 @@ class KVOffloadManager:
 
     @property
     def has_updates(self) -> bool:
-        """Whether ranks must hear of something though no sequence runs."""
+        """Whether there are orders for the ranks, which must be sent even if no sequence runs."""
         return bool(self.saves or self.fetches)
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """Blocks of a sequence are full and computed: put away those that are not yet."""
+        """Order the ranks to save those of a sequence's full and computed blocks that no tier holds yet."""
         if self._offload is None:
             return
         fresh = [place for place in places if not self._is_there(sequence.chain.hashes[place])]
@@ -114,7 +120,10 @@ class KVOffloadManager:
             )
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
-        """Blocks behind those found on the device that a tier is believed to have. Never the last token's."""
+        """Return the number of blocks expected in a tier that follow the blocks found on the device.
+
+        The block of the last token is never included, since its logits are needed.
+        """
         if self._offload is None or sequence.scores_prompt or not self._config.prefix_cache:
             return 0
         if self.is_stuck or sequence.skips_tiers:
@@ -124,7 +133,7 @@ class KVOffloadManager:
         return next((index for index, block in enumerate(wanted) if not self._is_there(block)), len(wanted))
 
     def fetch(self, sequence: Sequence, count: int, now: float) -> None:
-        """Have `count` blocks of a sequence, which has them all, filled."""
+        """Order the ranks to fill the next `count` blocks of a sequence from the tiers. All its blocks must be allocated."""
         assert self._offload is not None
         ticket_id, first = f"{sequence.request.request_id}~{sequence.order}~{sequence.preemptions}", sequence.num_registered
         hashes = sequence.chain.hashes[first : first + count]
@@ -139,7 +148,7 @@ class KVOffloadManager:
         )
 
     def on_report(self, report: KVReport) -> None:
-        """How many blocks of each fetch a rank has filled."""
+        """Handle a rank's report of how many blocks of each fetch it has filled."""
         for ticket_id, found in report.fetched.items():
             fetch = self._under_way[ticket_id]
             fetch.waiting_for.discard(report.world_rank)
@@ -151,7 +160,7 @@ class KVOffloadManager:
         self.counts.hits.update(report.tier_hits)
 
     def ready(self, dp_rank: int) -> list[Sequence]:
-        """The sequences of a DP rank whose blocks are filled: they leave, with what was found counted as computed."""
+        """Return the sequences of a DP rank whose fetch is complete. The tokens found are counted as computed."""
         done = {name: fetch for name, fetch in self._under_way.items() if fetch.dp_rank == dp_rank and not fetch.waiting_for}
         sequences = []
         for name, fetch in done.items():
@@ -168,7 +177,7 @@ class KVOffloadManager:
         return sequences
 
     def abandon(self, sequence: Sequence) -> bool:
-        """A sequence wants its blocks no longer; whether it was waiting here for them."""
+        """End a sequence's wait for its fetch. Returns whether it was waiting for one."""
         name = next((name for name, fetch in self._under_way.items() if fetch.sequence is sequence), None)
         if name is None:
             return False
@@ -180,7 +189,7 @@ class KVOffloadManager:
         return True
 
     def expired(self, now: float) -> list[Sequence]:
-        """The sequences whose blocks did not come in time: they leave, without blocks, and ask the tiers no more."""
+        """Return the sequences whose blocks did not arrive in time. They lose their blocks, and do not use the tiers again."""
         late = [fetch for fetch in self._under_way.values() if fetch.waiting_for and now >= fetch.ends_s]
         self.is_stuck = bool(late)
         sequences = [fetch.sequence for fetch in late if fetch.sequence is not None]
@@ -195,7 +204,7 @@ class KVOffloadManager:
         self._dp_ranks[fetch.dp_rank].pool.free(fetch.blocks)
 
     def _doubt(self, hashes: list[BlockHash]) -> None:
-        """They were not there, or not whole: put away again when they are computed."""
+        """Mark blocks as missing or incomplete in the tiers, so that they are saved again when they are computed."""
         self._doubted.update(hashes)
         for block in hashes:
             self._believed.hashes.pop(block, None)
@@ -203,7 +212,7 @@ class KVOffloadManager:
     def _is_there(self, block: BlockHash) -> bool:
         if block in self._believed.hashes or block in self._doubted:
             return block not in self._doubted
-        if self.is_stuck:  # this thread must not hang where a rank may
+        if self.is_stuck:  # a rank hangs on the tiers, and this thread must not
             return False
         return (
             self._directory is not None

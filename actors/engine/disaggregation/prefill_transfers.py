@@ -1,14 +1,12 @@
-"""Prefill side of prefill/decode disaggregation: what an engine has yet to send, blocks that stay where they are until every
-rank has sent its part.
+"""The prefill side of prefill/decode disaggregation: KV that an engine sends. Blocks are kept until every rank has sent them.
 
     begin ──→ COMPUTING ──first token──→ SENDING ──all ranks done──→ DONE   last event: ``handoff``
                   │                        │
                   └──cancelled, late, a rank failed──→ STOPPING ──all ranks done──→ DONE   last event: ``abort``, ``deadline``
 
-The last event of a ticket goes out when no rank writes any more: to the decode side it means that the blocks are its own again.
-Until its sequence has left, a ticket gets a heartbeat about once a second, as long as every rank that may write has been heard
-of:
-a rank that sends says so by itself, and a result is a sign of all of them.
+The last event of a ticket is sent when no rank writes any more: it tells the decode side that its blocks can be reused. Until
+then the decode side gets a heartbeat about once a second for each ticket that waits, is computed or is sent, as long as every
+rank that may write is known to be alive: a sending rank reports by itself, and a step result shows that all ranks are alive.
 """
 
 from __future__ import annotations
@@ -26,10 +24,12 @@ from actors.wire.requests import TokenEvent
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _RANK_TIMEOUT_S = 4.0
-"""How long a rank that has something to send may be silent: it tells once a second, between steps."""
+"""Seconds without a report after which a sending rank counts as silent. Sending ranks report once a second, between steps."""
 
 
 class PrefillTransferState(IntEnum):
+    """The state of a prefill-side transfer."""
+
     COMPUTING = 0
     SENDING = 1
     STOPPING = 2
@@ -38,7 +38,7 @@ class PrefillTransferState(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class PrefillTransfer:
-    """One prompt on its way out. `waiting_for`: world ranks that may still write."""
+    """The transfer of one prompt to a decode engine. `waiting_for` holds the world ranks that may still write."""
 
     ticket_id: str
     sequence: Sequence
@@ -46,30 +46,30 @@ class PrefillTransfer:
     blocks: list[int]
     waiting_for: set[int]
     last: TokenEvent
-    """The event that ends it."""
+    """The event that ends the ticket."""
     state: PrefillTransferState = PrefillTransferState.COMPUTING
 
     def advance(self, state: PrefillTransferState) -> None:
-        """On to a later state."""
+        """Move to a later state."""
         assert state > self.state, f"prefill transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
         self.state = state
 
 
 @dataclass(slots=True)
 class PrefillTransferCounts:
-    """Of all ranks, since the engine was made."""
+    """Counters of prefill-side transfers, over all ranks, since the ranks started."""
 
     completed: int = 0
     failed: int = 0
     num_bytes: int = 0
     busy_s: float = 0.0
-    """In which a rank had writes under way, summed over tickets and ranks."""
+    """Seconds during which a rank had writes in flight, summed over tickets and ranks."""
     exposed_s: float = 0.0
-    """The part of that which no computing hid: see `KVSent`."""
+    """The part of `busy_s` that did not overlap with computation (see `KVSent`)."""
 
     @property
     def overlap(self) -> float:
-        """Part of the transfers' time that computing hid."""
+        """The fraction of `busy_s` that overlapped with computation."""
         return 1 - self.exposed_s / self.busy_s if self.busy_s else 0.0
 
 
@@ -80,25 +80,27 @@ class PrefillTransfers:
         self.counts = PrefillTransferCounts()
         self.sends: list[KVSend] = []
         self.forgets: list[str] = []
-        """Both: for the next plan."""
+        """`sends` and `forgets` are orders for the next plan."""
         self._config, self._dp_ranks = config, dp_ranks
         self._open: dict[str, PrefillTransfer] = {}
         self._heartbeat_due_s = -math.inf
         self._last_result_s = -math.inf
-        """When the last result came."""
+        """Time of the last step result."""
         self._last_report_s: dict[int, float] = {}
-        """When each rank told something."""
+        """Time of the last report of each rank."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def ran(self, now: float) -> None:
-        """The result of a step is here: all ranks live."""
+        """Record that the result of a step arrived, which shows that all ranks are alive."""
         self._last_result_s = now
 
     def heartbeats(self, tickets: Iterable[str], now: float) -> list[TokenEvent]:
-        """That those of `tickets`, which wait or are computed, and those being sent go on. None within a second of the last
-        ones, or while a rank is silent: it may be frozen."""
+        """Return a heartbeat event for each of `tickets`, which wait or are computed, and for each ticket that is being sent.
+
+        Returns none within a second of the previous heartbeats, or while a rank is silent, since it may be frozen.
+        """
         if now < self._heartbeat_due_s or any(
             self._is_silent(rank, now) for each in self._open.values() for rank in each.waiting_for
         ):
@@ -111,7 +113,7 @@ class PrefillTransfers:
         return now - max(self._last_result_s, self._last_report_s.get(rank, -math.inf)) > _RANK_TIMEOUT_S
 
     def begin(self, sequence: Sequence, ticket: KVTicket, now: float) -> None:
-        """Have the ranks send what they compute of a sequence that starts now."""
+        """Order the ranks to send the KV of a sequence that starts now, as it is computed."""
         lease_s = max(0.0, sequence.arrival_s + ticket.lease_s - now)
         send = KVSend(
             ticket=ticket,
@@ -131,12 +133,18 @@ class PrefillTransfers:
         )
 
     def computed(self, ticket_id: str) -> TokenEvent | None:
-        """The prompt is computed; the blocks of its sequence are held here from now on. Its last event, if all is sent."""
+        """Record that a prompt is computed. From now on this object holds the blocks of its sequence.
+
+        Returns the last event of the ticket if everything is sent already.
+        """
         self._open[ticket_id].advance(PrefillTransferState.SENDING)
         return self._last_of(self._open[ticket_id])
 
     def stop(self, ticket_id: str, last: TokenEvent) -> TokenEvent | None:
-        """Send no more of it, and end it with `last`: returned, if no rank writes any more. Harmless where it has ended."""
+        """Stop sending for a ticket, and end it with `last`. Does nothing if it has ended.
+
+        Returns `last` if no rank writes any more; otherwise `on_report` returns it later.
+        """
         transfer = self._open.get(ticket_id)
         if transfer is None or transfer.state >= PrefillTransferState.STOPPING:
             return None
@@ -147,7 +155,11 @@ class PrefillTransfers:
         return self._last_of(transfer)
 
     def on_report(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
-        """What a rank tells: the last events of hand-offs that are done, and whose prompts are not computed and need not be."""
+        """Handle the report of a rank.
+
+        Returns the last events of the transfers that are done, and the sequences of failed transfers whose prompts are not
+        computed yet and need not be.
+        """
         self._last_report_s[report.world_rank] = now
         events, failed = list[TokenEvent | None](), list[Sequence]()
         for sent in report.sent:
@@ -164,7 +176,7 @@ class PrefillTransfers:
         return [event for event in events if event is not None], failed
 
     def _last_of(self, transfer: PrefillTransfer) -> TokenEvent | None:
-        """The last event of a hand-off that is done: its blocks go back."""
+        """If a transfer is done, free its blocks and return its last event; otherwise return None."""
         if transfer.waiting_for or transfer.state is PrefillTransferState.COMPUTING:
             return None
         self.counts.completed += transfer.state is PrefillTransferState.SENDING

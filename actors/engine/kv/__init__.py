@@ -1,1 +1,1 @@
-"""The block manager: KV blocks, who holds them, and prefix hashes by which they are found again."""
+"""The block manager: allocation and reference counts of KV blocks, and the hashes of the prefix cache."""

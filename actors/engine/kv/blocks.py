@@ -1,4 +1,4 @@
-"""The KV blocks of one DP rank of an engine: who holds which, and which can be found again.
+"""The block manager of one DP rank: allocation, reference counts, prefix-cache lookup and LRU eviction of KV blocks.
 
           allocate                       free (last reference)
     blank ────────→ in use (refs > 0) ──────────────────────→ cached, if registered  (least recent first)
@@ -6,10 +6,10 @@
       └──────────────────┼─────┘ free, never registered         │  │ allocate, once no block is blank: evict
                          └──────── acquire (a hit) ─────────────┘  └──→ in use under a new owner
 
-Every block is in exactly one of the three places, so ``blank + cached + in use == num_blocks`` always.
+Every block is in exactly one of the three states, so ``blank + cached + in use == num_blocks`` always.
 
-With context parallelism each of `owners` ranks holds pages of its own, and block j of a sequence must lie with owner
-``j % owners``. Blocks are numbered through all owners; the rank knows one by its index in its own pages::
+With context parallelism each of `owners` ranks holds its own pages, and block j of a sequence must belong to owner
+``j % owners``. Blocks are numbered across all owners; the owning rank identifies a block by its index in its own pages::
 
     owners=2    block     0  1  2  3  4  5           a sequence of three blocks: [4, 1, 0]
                 owner     0  1  0  1  0  1   = block % owners
@@ -24,46 +24,47 @@ from actors.engine.kv.prefix import BlockHash
 
 
 class BlockPool:
-    """`blocks_each` blocks of each owner with reference counts, and an index of those whose contents have a name."""
+    """A pool of `blocks_each` KV blocks per owner, with reference counts and an index of blocks by prefix hash."""
 
     def __init__(self, blocks_each: int, owners: int = 1) -> None:
         self.num_blocks = blocks_each * owners
-        """Blocks of all owners together."""
+        """Number of blocks of all owners together."""
         self.owners = owners
         self._blank = [list(range(self.num_blocks - owners + owner, -1, -owners)) for owner in range(owners)]
         self._cached: list[dict[int, None]] = [{} for _ in range(owners)]
-        """By owner: unreferenced but findable, the first to be evicted first (a dict keeps insertion order)."""
+        """Unreferenced but registered blocks, by owner, in order of eviction (a dict keeps insertion order)."""
         self._refs = [0] * self.num_blocks
         self._name_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
 
     @property
     def num_blank(self) -> int:
+        """Number of blocks that hold no KV."""
         return sum(map(len, self._blank))
 
     @property
     def num_cached(self) -> int:
-        """Blocks nobody holds whose contents can still be hit."""
+        """Number of unreferenced blocks that the prefix cache can still hit."""
         return sum(map(len, self._cached))
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out, all owners together."""
+        """Number of blocks that `allocate` can return, over all owners."""
         return self.num_blank + self.num_cached
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences hold."""
+        """Number of blocks that sequences hold."""
         return self.num_blocks - self.num_available
 
     def count_held(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` sequences hold."""
+        """Return how many of `blocks` are held by sequences."""
         return sum(self._refs[block] > 0 for block in blocks)
 
     def has_room(self, places: range, hits: Iterable[int] = (), growing: Iterable[int] = ()) -> bool:
-        """Whether every owner has the blocks for `places` (indices in a sequence) once `hits` are acquired.
+        """Return whether every owner has enough blocks for `places` (indices in a block table) once `hits` are acquired.
 
-        `growing`: places of other sequences that must still find a block afterwards.
+        `growing` holds the indices of blocks that other sequences must still be able to allocate afterwards.
         """
         left = [len(blank) + len(cached) for blank, cached in zip(self._blank, self._cached, strict=True)]
         for block in hits:
@@ -75,7 +76,7 @@ class BlockPool:
         return min(left) >= 0
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest known prefix of the chain `hashes`. Takes no reference."""
+        """Return the blocks of the longest registered prefix of the hash chain `hashes`, without taking references."""
         hits = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -85,14 +86,14 @@ class BlockPool:
         return hits
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of `blocks`, which came from `lookup`."""
+        """Add one reference to each of `blocks`, which `lookup` returned."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._cached[block % self.owners][block]
             self._refs[block] += 1
 
     def allocate(self, places: range) -> list[int]:
-        """A block for each of `places` of a sequence, with one reference each; the caller has seen that there is room."""
+        """Allocate a block for each of `places` of a sequence, with one reference each. `has_room` must be true."""
         assert self.has_room(places), f"blocks asked for places {places}, {self.num_available} available"
         return [self._take(place % self.owners) for place in places]
 
@@ -108,16 +109,16 @@ class BlockPool:
         return block
 
     def register(self, block: int, name: BlockHash) -> None:
-        """Make a full, computed block findable. A duplicate of a known one stays unnamed and goes back blank."""
+        """Register a full, computed block under its prefix hash. A duplicate is not registered."""
         assert self._refs[block] > 0, f"block {block} is registered but nobody holds it"
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name] = block
             self._name_of[block] = name
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a sequence, given in sequence order.
+        """Drop one reference to each block of a sequence. `blocks` are given in sequence order.
 
-        Last block first: it is evicted first, and what stays is the front, without which no later block can be hit.
+        The last block is freed first, and so evicted first: a prefix hit needs the first blocks of a sequence.
         """
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is freed twice"

@@ -1,11 +1,11 @@
-"""Names for KV blocks by what they hold: a chain of SHA-256 over token ids.
+"""Hashes of the prefix cache: a KV block is identified by a SHA-256 chain over the token ids of its whole prefix.
 
     root = H(salt, class)      h0 = H(root, tokens[0:16])      h1 = H(h0, tokens[16:32])      ...
 
-Equal names mean equal tokens from position 0 on, an equal salt, and sequences whose tokens the model rotates alike (their
-length class: 0 for nearly every model, see `RopeSpec.length_class`). The hash is cryptographic because a tenant who
-could forge a collision would read another tenant's cache; it is over canonical bytes because names must agree
-between processes.
+Equal hashes mean equal tokens from position 0 on, an equal salt, and an equal length class, which is that of sequences to which
+the model applies the same rope (0 for nearly every model, see `RopeSpec.length_class`). The hash is cryptographic because a
+tenant who could forge a collision would read another tenant's cache. It is computed over canonical bytes because the hashes of
+different processes must agree.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BlockHash = bytes
 
 
 def root_hash(salt: str, length_class: int = 0) -> BlockHash:
-    """The parent of a first block; sequences with unlike salts or length classes share nothing."""
+    """Return the parent hash of the first block. Sequences with different salts or length classes share no blocks."""
     prefix = b"shardwright/prefix/1\0" + struct.pack("<q", length_class)
     return hashlib.sha256(prefix + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """The name of the block that follows `parent` and holds `tokens` (as little-endian 64-bit integers)."""
+    """Return the hash of the block that follows `parent` and holds `tokens` (hashed as little-endian 64-bit integers)."""
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}q", *tokens)).digest()
 
 
@@ -37,7 +37,7 @@ class PrefixChain:
         self._block_size = block_size
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Cover every full block of `tokens`, of which the blocks covered before are a prefix."""
+        """Add the hashes of all full blocks of `tokens` that are not covered yet. Earlier calls must have covered a prefix."""
         size = self._block_size
         for start in range(len(self.hashes) * size, len(tokens) - size + 1, size):
             parent = self.hashes[-1] if self.hashes else self._root

@@ -1,1 +1,1 @@
-"""The link between an engine and its ranks, and from engines to the ingress, over ZeroMQ."""
+"""The links between an engine and its ranks, and from engines to the ingress, over ZeroMQ."""

@@ -1,6 +1,6 @@
-"""The seam between the engine and its ranks: plans out, results back.
+"""The interface of the link between an engine and its ranks, which carries step plans to the ranks and results back.
 
-The engine's thread is the only user of its end; a rank's step loop is the only user of the rank's end.
+Only the engine's thread uses the engine's end, and only a rank's step loop uses the rank's end.
 """
 
 from __future__ import annotations
@@ -16,66 +16,74 @@ from actors.wire.results import StepResult
 
 
 class LinkError(RuntimeError):
-    """The other side is lost, or sent what cannot be read."""
+    """Raised if the other side is lost, or sent a message that cannot be decoded."""
 
 
 class LinkTimeout(LinkError):
-    """Nothing arrived in time. The link is as good as before."""
+    """Raised if nothing arrives in time. The link remains usable."""
 
 
 class LinkClosed(LinkError):
-    """The other side said goodbye."""
+    """Raised if the other side has closed the link."""
 
 
 class PlanLink(Protocol):
-    """A rank's end."""
+    """A rank's end of the link."""
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
-        """The next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` when the engine said goodbye."""
+        """Return the next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` if the engine has closed the link."""
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the output rank of each DP rank only)."""
+        """Send the result of a plan (only the output rank of each DP rank)."""
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Tell how long this rank's stage has been busy so far (one rank a stage; the stages in DP rank order)."""
+        """Report how many seconds this rank's stage has been busy so far.
+
+        One rank of each stage calls this. Stages are numbered in DP rank order.
+        """
 
     def send_experts(self, report: ExpertReport) -> None:
-        """Tell what this rank's experts did, where a plan asked for it."""
+        """Report the load of this rank's experts, if a plan asked for it."""
 
     def send_kv(self, report: KVReport) -> None:
-        """Tell how far this rank's hand-offs have come, at any time."""
+        """Report the progress of this rank's KV transfers. May be called at any time."""
 
     def send_failure(self, reason: str) -> None:
-        """Tell the engine that this rank cannot go on."""
+        """Report to the engine that this rank has failed."""
 
     def close(self) -> None:
-        """Release what the link holds. Calling twice is harmless."""
+        """Release the resources of the link. Calling this twice is harmless."""
 
 
 class RankLink(Protocol):
-    """The engine's end."""
+    """The engine's end of the link."""
 
     @property
     def busy_s(self) -> Mapping[int, float]:
-        """Seconds each pipeline stage has told it was busy so far; a single stage tells nothing."""
+        """Seconds that each pipeline stage has reported to be busy so far; empty with a single stage."""
 
     @property
     def reports(self) -> deque[ExpertReport]:
-        """What ranks told of their experts, oldest first; whoever reads it takes it out."""
+        """Expert reports of the ranks, oldest first. The reader removes them."""
 
     @property
     def kv_reports(self) -> deque[KVReport]:
-        """What ranks told of hand-offs, oldest first; whoever reads it takes it out."""
+        """KV transfer reports of the ranks, oldest first. The reader removes them."""
 
     def listen(self, timeout_s: float) -> None:
-        """Wait until `kv_reports` has one, at most `timeout_s`, while no plan is in flight. Raises `LinkError` as `receive`."""
+        """Wait for at most `timeout_s` until `kv_reports` has an entry, while no plan is in flight.
+
+        Raises `LinkError` if the ranks are lost.
+        """
 
     def send(self, plan: StepPlan) -> None:
-        """Give `plan` to every rank. Returns at once. Raises `LinkError` where a rank is gone."""
+        """Send `plan` to every rank, without waiting. Raises `LinkError` if a rank is lost."""
 
     def receive(self, timeout_s: float) -> StepResult:
-        """The next result, that of all DP ranks. Raises `LinkTimeout` after `timeout_s`, `LinkError` where the ranks are
-        lost."""
+        """Return the next result, joined over all DP ranks.
+
+        Raises `LinkTimeout` after `timeout_s`, and `LinkError` if the ranks are lost.
+        """
 
     def close(self) -> None:
-        """Say goodbye to the ranks and release the socket. Calling twice is harmless."""
+        """Notify the ranks that the link is closed, and release its resources. Calling this twice is harmless."""

@@ -1,7 +1,7 @@
-"""One result a step from those of its DP ranks.
+"""Joins the results of the DP ranks into one result per step.
 
 output rank of DP rank 0   step 7 ── step 8 ── step 9          each DP rank runs the plans in order, at its own pace
-output rank of DP rank 1   step 7 ── step 8                    a DP rank without rows in a plan answers too, with nothing
+output rank of DP rank 1   step 7 ── step 8                    a DP rank without rows in a plan sends an empty result
                         └ joined ┘└ joined ┘
 """
 
@@ -15,24 +15,26 @@ from actors.wire.results import StepResult
 
 
 class ResultJoiner:
-    """Holds the results of the DP ranks' output ranks until all DP ranks have answered the step."""
+    """Holds the results of the DP ranks' output ranks until all DP ranks have sent that of the step."""
 
     def __init__(self, output_ranks: Sequence[int]) -> None:
-        """`output_ranks`: the world rank that answers for each DP rank (`placement.layout.mesh.output_ranks`)."""
+        """Create a joiner. `output_ranks` holds the output rank of each DP rank (`placement.layout.mesh.output_ranks`)."""
         self._waiting: dict[int, deque[StepResult]] = {output_rank: deque() for output_rank in output_ranks}
 
     def __contains__(self, world_rank: int) -> bool:
-        """Whether a rank is one that answers."""
+        """Return whether a rank is an output rank."""
         return world_rank in self._waiting
 
     @property
     def missing(self) -> list[int]:
-        """World ranks without which the oldest step cannot be joined."""
+        """World ranks of the output ranks whose result of the oldest step is missing."""
         return [output_rank for output_rank, results in self._waiting.items() if not results]
 
     def add(self, output_rank: int, result: StepResult) -> StepResult | None:
-        """Take a DP rank's result; the whole step's if this was the last one missing. Raises `LinkError` where DP ranks
-        disagree."""
+        """Add the result of a DP rank. Returns the joined result of the step if this was the last one missing, else None.
+
+        Raises `LinkError` if the DP ranks answer different steps.
+        """
         self._waiting[output_rank].append(result)
         return (
             None if self.missing else joined({output_rank: results.popleft() for output_rank, results in self._waiting.items()})
@@ -40,7 +42,7 @@ class ResultJoiner:
 
 
 def joined(results: dict[int, StepResult]) -> StepResult:
-    """The result of a step from those of its DP ranks, by output rank. It took as long as the slowest."""
+    """Join the results of a step, given by output rank. The time of the joined result is that of the slowest DP rank."""
     steps = {result.step for result in results.values()}
     if len(steps) > 1:
         found = ", ".join(f"rank {output_rank} step {result.step}" for output_rank, result in results.items())

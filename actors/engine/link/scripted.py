@@ -1,9 +1,9 @@
-"""Stand-in ranks in this process, for tests of whatever sits on an engine: no torch, no model, exact answers.
+"""Simulated ranks in this process, for tests of code that uses an engine: no torch, no model, exact results.
 
-The "model" is a hash of the whole history, so a wrong token, position, block or cache hit changes everything after it. It
-keeps its KV in blocks as the ranks would (all DP ranks and KV owners in one): the state after each token is written to its
-slot, and every row first reads its whole context back through its block table, on its DP rank. A plan that a real rank could
-not run raises `ScriptError`.
+The "model" is a hash of the whole history, so that a wrong token, position, block or cache hit changes everything after it. It
+stores its KV in blocks as real ranks do (one object for all DP ranks and KV owners): the state after each token is written to
+the token's slot, and every row first reads its whole context back through its block table, on its DP rank. A plan that a real
+rank could not run raises `ScriptError`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ _PRIME = (1 << 61) - 1
 
 
 class ScriptError(LinkError):
-    """A plan that does not follow from the plans before it."""
+    """Raised if a plan is inconsistent with the plans before it."""
 
 
 def state_after(state: int, token: int) -> int:
-    """The model's state once it has read `token`; it starts at 0."""
+    """Return the model's state after it reads `token` in `state`. The initial state is 0."""
     return (state * 1_000_003 + token * 7919 + 12_345) % _PRIME
 
 
 def next_token(state: int, vocab_size: int) -> int:
+    """Return the token that the model generates in `state`."""
     return (state >> 7) % vocab_size
 
 
 def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
-    """The `count` tokens that follow `prompt`, run alone and uncached."""
+    """Return the `count` tokens that the model generates after `prompt`, run alone and uncached."""
     state = 0
     for token in prompt:
         state = state_after(state, token)
@@ -50,12 +51,12 @@ def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
 
 
 def logprob_of(state: int, token: int) -> TokenLogprob:
-    """A made-up logprob of `token` after `state`, different for different histories."""
+    """Return an artificial logprob of `token` in `state`, different for different histories."""
     return TokenLogprob(token=token, logprob=-((state + token) % 10_007) / 100)
 
 
 def prompt_logprobs(prompt: list[int]) -> list[TokenLogprob | None]:
-    """What scoring `prompt` should give."""
+    """Return the expected prompt logprobs of `prompt`."""
     state, scores = 0, list[TokenLogprob | None]([None])
     for token, following in itertools.pairwise(prompt):
         state = state_after(state, token)
@@ -65,7 +66,7 @@ def prompt_logprobs(prompt: list[int]) -> list[TokenLogprob | None]:
 
 @dataclass
 class _Known:
-    """A sequence as a rank holds it."""
+    """The state of a sequence on a rank."""
 
     tokens: list[int]
     prompt_length: int
@@ -73,11 +74,14 @@ class _Known:
     dp_rank: int
     blocks: list[int] = field(default_factory=list)
     sampled: int | None = None
-    """The token sampled last, until it is added."""
+    """The token sampled last, until a plan appends it."""
 
 
 class ScriptedRank:
-    """Applies plans in order, strictly. `num_blocks` are those of each of `owners` ranks of each of `dp_size` DP ranks."""
+    """Applies plans in order and checks them strictly.
+
+    `num_blocks` is the number of blocks of each of the `owners` ranks of each of the `dp_size` DP ranks.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000, owners: int = 1, dp_size: int = 1) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
@@ -85,10 +89,10 @@ class ScriptedRank:
         self.sequences: dict[int, _Known] = {}
         self.plans: list[StepPlan] = []
         self._slots: dict[tuple[int, int, int], int] = {}
-        """State of the model by (DP rank, owner, slot), the stand-in for K and V."""
+        """State of the model by (DP rank, owner, slot), in place of keys and values."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The result of the next plan."""
+        """Run the next plan and return its result. Raises `ScriptError` if the plan is inconsistent."""
         if plan.step != len(self.plans):
             raise ScriptError(f"plan {plan.step} after {len(self.plans)} plans")
         self.plans.append(plan)
@@ -161,7 +165,7 @@ class ScriptedRank:
 
 
 class ScriptedLink:
-    """A `RankLink` to one scripted rank that answers at once, unless it is told otherwise."""
+    """A `RankLink` to one scripted rank, which answers at once until `mute` is called."""
 
     def __init__(
         self,
@@ -172,7 +176,10 @@ class ScriptedLink:
         owners: int = 1,
         dp_size: int = 1,
     ) -> None:
-        """`before_step` runs in place of the model's work: it may wait (a slow step) or raise a `LinkError` (a lost rank)."""
+        """Create the link and its rank.
+
+        `before_step` is called before each step: it may wait (to simulate a slow step) or raise a `LinkError` (a lost rank).
+        """
         self.rank = ScriptedRank(num_blocks, block_size, vocab_size, owners, dp_size)
         self.is_closed = False
         self.busy_s: dict[int, float] = {}
@@ -183,7 +190,7 @@ class ScriptedLink:
         self._results: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def mute(self) -> None:
-        """Answer no more: ranks that hang."""
+        """Stop sending results, to simulate ranks that hang."""
         self._is_mute = True
 
     def send(self, plan: StepPlan) -> None:
@@ -201,7 +208,7 @@ class ScriptedLink:
             raise LinkTimeout(f"no scripted result within {timeout_s:g} s") from None
 
     def listen(self, timeout_s: float) -> None:
-        """Nothing is told: it has no pool."""
+        """Do nothing: scripted ranks belong to no pool and send no KV reports."""
 
     def close(self) -> None:
         self.is_closed = True

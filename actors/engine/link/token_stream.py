@@ -1,9 +1,10 @@
-"""Token events from engines to the ingress over ZeroMQ: one message a step and ingress, no Ray call and no pickle.
+"""Token streaming from engines to the ingress over ZeroMQ: one message per step and ingress, without Ray calls or pickle.
 
     engine: PUSH, connected, one per ingress ──→ [secret, TokenEvents] ──→ ingress: PULL, bound
 
-A request goes to the engine with the address and secret of the ingress that waits for it; its events come back here.
-(Through Ray's own streaming an event costs about a millisecond of two processes, more than a small model's token.)
+A request is sent to the engine with the address and secret of the ingress that waits for it, and its events return to that
+address. (With Ray's own streaming an event costs about a millisecond in each of two processes, more than a token of a small
+model.)
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from actors.wire.requests import TokenEvent, TokenEvents
 MAX_MESSAGE_BYTES = 1 << 28
 
 _TURN_S = 0.002
-"""How long arriving events may keep everything else on the ingress's event loop waiting."""
+"""Maximum seconds for which arriving events may block other tasks of the ingress's event loop."""
 _PING_MS, _PONG_MS = 2_000, 10_000
-"""How often a connection is tried, and how soon an answer must come: a machine that vanishes closes no connection."""
+"""Interval and timeout of the ZeroMQ heartbeats of a connection, which detect a machine that vanishes without closing it."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReplyTo(Message):
-    """Where the events of a request go."""
+    """The address and secret to which the events of a request are sent."""
 
     address: str
     secret: bytes
 
 
 class IngressGone(ConnectionError):
-    """The ingress that waits for a request's events is not connected any more."""
+    """Raised if the ingress that waits for a request's events is not connected."""
 
 
 class TokenSender:
-    """The engine's end: remembers a socket for every ingress it has answered. Any thread may call anything."""
+    """The engine's end, which keeps one socket per ingress. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,12 +57,12 @@ class TokenSender:
         self._outbox: dict[tuple[str, bytes], list[TokenEvent]] = {}
 
     def connected(self, to: ReplyTo) -> bool:
-        """Whether events can go there now; the first question begins to connect."""
+        """Return whether events can be sent to `to` now. The first call for an address starts to connect."""
         with self._lock:
             return _can_send(self._socket(to.address))
 
     def send(self, to: ReplyTo, event: TokenEvent) -> None:
-        """Add an event to those that leave with the next `flush`. Raises `IngressGone` where it can reach nobody."""
+        """Queue an event for the next `flush`. Raises `IngressGone` if the ingress is not connected."""
         with self._lock:
             if not _can_send(self._socket(to.address)):
                 self._sockets.pop(to.address).close(linger=0)
@@ -69,7 +70,7 @@ class TokenSender:
             self._outbox.setdefault((to.address, to.secret), []).append(event)
 
     def flush(self) -> None:
-        """Send what was added, as one message an ingress. Never waits; what cannot leave is dropped."""
+        """Send the queued events, as one message per ingress. Never waits; a message that cannot be sent is dropped."""
         with self._lock:
             outbox, self._outbox = self._outbox, {}
             for (address, secret), events in outbox.items():
@@ -77,7 +78,7 @@ class TokenSender:
                     self._socket(address).send_multipart([secret, TokenEvents(events=events).pack()], zmq.DONTWAIT)
 
     def close(self) -> None:
-        """Close all sockets, after what was sent has had a second to leave. Calling twice is harmless."""
+        """Close all sockets. Pending messages have one second to be sent. Calling this twice is harmless."""
         with self._lock:
             for socket in self._sockets.values():
                 socket.close(linger=1000)
@@ -88,7 +89,7 @@ class TokenSender:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
             socket.sndhwm = 0
             socket.linger = 0
-            socket.immediate = True  # nothing is queued for an ingress that is not there
+            socket.immediate = True  # queue nothing for an ingress that is not connected
             socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, _PONG_MS
             socket.connect(address)
             self._sockets[address] = socket
@@ -100,8 +101,11 @@ def _can_send(socket: zmq.Socket[bytes]) -> bool:
 
 
 class TokenReceiver:
-    """The ingress's end, or that of an engine whose tickets others answer. `listen` starts it on the running event loop; `open`
-    gives a request's queue, and events of no open request go to `others`."""
+    """The receiving end: an ingress, or a decode engine that receives the events of its tickets.
+
+    `listen` creates one on the running event loop, and `open` returns the queue of a request. Events that belong to no open
+    request are passed to `others`.
+    """
 
     def __init__(self, socket: zmq.asyncio.Socket, reply_to: ReplyTo, others: Callable[[TokenEvent], None]) -> None:
         self._socket, self._others = socket, others
@@ -111,7 +115,7 @@ class TokenReceiver:
 
     @classmethod
     def listen(cls, host: str, others: Callable[[TokenEvent], None] = lambda event: None) -> Self:
-        """Bind to a port of `host` that the kernel chooses."""
+        """Return a receiver bound to a port of `host` that the kernel chooses."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -120,11 +124,11 @@ class TokenReceiver:
         return cls(socket, ReplyTo(address=address, secret=secrets.token_bytes(16)), others)
 
     def open(self, request_id: str) -> asyncio.Queue[TokenEvent]:
-        """The queue that the events of a request will be put in, until `forget`."""
+        """Return the queue into which the events of a request are put until `forget` is called."""
         return self._queues.setdefault(request_id, asyncio.Queue())
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's queue; events that still come for it are ignored."""
+        """Remove the queue of a request. Events that still arrive for it are passed to `others`."""
         self._queues.pop(request_id, None)
 
     def close(self) -> None:
@@ -135,7 +139,7 @@ class TokenReceiver:
     async def _run(self) -> None:
         turn_ends = 0.0
         while True:
-            self._take(await self._socket.recv_multipart())  # which is no pause while more has come than is taken
+            self._take(await self._socket.recv_multipart())  # does not yield to other tasks while messages are pending
             if time.monotonic() >= turn_ends:
                 await asyncio.sleep(0)
                 turn_ends = time.monotonic() + _TURN_S

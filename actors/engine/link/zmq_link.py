@@ -1,17 +1,17 @@
-"""The link between engine and ranks over ZeroMQ: msgpack in two-frame messages, never pickle.
+"""The link between an engine and its ranks over ZeroMQ: two-frame messages with msgpack payloads, never pickle.
 
     engine: ROUTER, bound                                  rank: DEALER, connected
       ←─ HELLO  {world_rank, token}      every rank, once, before the first plan
       ─→ PLAN   StepPlan                 every rank, packed once
       ←─ RESULT StepResult               from the output rank of each DP rank
       ←─ BUSY   {stage, seconds}         from one rank of each of several stages (of each DP rank), after each step
-      ←─ EXPERTS ExpertReport            from ranks with experts, where a plan asks for it
-      ←─ KV      KVReport                from ranks of a pool, whenever a hand-off has come further
-      ←─ FAILED text                     from any rank that cannot go on
+      ←─ EXPERTS ExpertReport            from ranks with experts, if a plan asks for it
+      ←─ KV      KVReport                from ranks with KV transfers, whenever one has made progress
+      ←─ FAILED text                     from any rank that has failed
       ─→ BYE                             every rank, when the engine closes
 
-The token is drawn anew for each set of ranks. A hello with another token (a stray rank of an earlier set, a stranger on
-the port) is logged and ignored, and so is whatever a peer sends that has not said a proper hello.
+The token is random and new for each set of ranks. A HELLO with another token (from a leftover rank of an earlier set, or from
+an unrelated process) is logged and ignored, and so is any message from a peer without an accepted HELLO.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 class Hello(Message):
-    """How a rank introduces itself."""
+    """The first message of a rank, with which it registers at the engine."""
 
     world_rank: int
     token: str
 
 
 class Busy(Message):
-    """How long a stage has been busy so far."""
+    """The seconds that a pipeline stage has been busy so far."""
 
     stage: int
     seconds: float
@@ -67,18 +67,20 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
 
 
 def _poll(socket: zmq.Socket[bytes], deadline: float) -> bool:
-    """Whether something can be read before `deadline` (on the monotonic clock)."""
+    """Wait until a message can be read. Returns False if none arrives before `deadline` (on the monotonic clock)."""
     remaining_ms = max(0.0, (deadline - time.monotonic()) * 1000)
     # Rounded up: poll counts whole milliseconds, and 0 would spin until the deadline.
     return bool(socket.poll(int(remaining_ms) + (remaining_ms > 0), zmq.POLLIN))
 
 
 class ZmqEngineLink:
-    """The engine's end. Binds on construction; `address` is where the ranks connect."""
+    """The engine's end, a `RankLink`. It binds on construction; the ranks connect to `address`."""
 
     def __init__(self, world: int, output_ranks: Sequence[int], token: str, bind: str = "tcp://127.0.0.1:*") -> None:
-        """`output_ranks`: the world rank of each DP rank that sends results. `bind`: ``tcp://HOST:*`` (the kernel chooses) or
-        ``ipc://PATH``."""
+        """Bind to `bind`, which is ``tcp://HOST:*`` (the kernel chooses a port) or ``ipc://PATH``.
+
+        `output_ranks` holds, for each DP rank, the world rank that sends its results.
+        """
         self.world = world
         self._joiner = ResultJoiner(output_ranks)
         self.busy_s: dict[int, float] = {}
@@ -86,14 +88,14 @@ class ZmqEngineLink:
         self.kv_reports: deque[KVReport] = deque()
         self._token = token
         self._peers: dict[bytes, int] = {}
-        """World rank of each peer that said a proper hello."""
+        """World rank of each peer whose HELLO was accepted."""
         self._socket = _socket(zmq.ROUTER)
-        self._socket.router_mandatory = True  # sending to a rank that is gone raises instead of vanishing
+        self._socket.router_mandatory = True  # sending to a lost rank raises instead of dropping the message
         self._socket.bind(bind)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when all ranks have said hello. Raises `LinkTimeout` naming the missing ones, `LinkError` where one failed."""
+        """Wait until all ranks have registered. Raises `LinkTimeout` naming the missing ones, `LinkError` if a rank failed."""
         deadline = time.monotonic() + timeout_s
         while len(self._peers) < self.world:
             if not _poll(self._socket, deadline):
@@ -129,11 +131,11 @@ class ZmqEngineLink:
             try:
                 self._socket.send_multipart([peer, BYE, b""], zmq.DONTWAIT)
             except zmq.ZMQError:
-                logger.debug("rank %d was gone before the goodbye", self._peers[peer])
-        self._socket.close(linger=1000)  # milliseconds in the background, for the goodbyes to leave
+                logger.debug("rank %d was gone before BYE could be sent", self._peers[peer])
+        self._socket.close(linger=1000)  # in milliseconds, in the background, so that the BYE messages are sent
 
     def _read(self) -> StepResult | None:
-        """Take one message. Returns a step's result where it was the last one missing for it, None for everything else."""
+        """Read one message. Returns the joined result of a step if the message completes it, and None in all other cases."""
         peer, *frames = self._socket.recv_multipart()
         if len(frames) != 2:
             logger.warning("ignored a message of %d frames on %s", len(frames), self.address)
@@ -175,18 +177,18 @@ class ZmqEngineLink:
 
 
 class ZmqRankLink:
-    """A rank's end. Connects and says hello on construction (ZeroMQ keeps trying while nobody is bound yet)."""
+    """A rank's end, a `PlanLink`. It connects and sends HELLO on construction; ZeroMQ retries until the engine has bound."""
 
     def __init__(self, address: str, world_rank: int, token: str) -> None:
         self.address, self.world_rank = address, world_rank
         self._socket = _socket(zmq.DEALER)
-        # A name of its own survives a broken TCP connection, so the engine still knows who reconnects.
+        # An explicit routing id survives a broken TCP connection, so that the engine recognizes the rank when it reconnects.
         self._socket.routing_id = b"%d-" % world_rank + secrets.token_hex(8).encode()
         self._socket.connect(address)
         self._send(HELLO, Hello(world_rank=world_rank, token=token).pack())
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
-        """The next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` when the engine said goodbye."""
+        """Return the next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` if the engine has closed the link."""
         if not _poll(self._socket, time.monotonic() + timeout_s):
             raise LinkTimeout(f"rank {self.world_rank}: no plan from {self.address} within {timeout_s:g} s")
         frames = self._socket.recv_multipart()
@@ -197,7 +199,7 @@ class ZmqRankLink:
         return _unpack(StepPlan, frames[1], "plan")
 
     def send_result(self, result: StepResult) -> None:
-        """Answer a plan (the output rank of each DP rank only)."""
+        """Send the result of a plan (only the output rank of each DP rank)."""
         self._send(RESULT, result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:
@@ -210,11 +212,11 @@ class ZmqRankLink:
         self._send(KV, report.pack())
 
     def send_failure(self, reason: str) -> None:
-        """Tell the engine that this rank cannot go on; its `receive` raises `LinkError` with `reason` at once."""
+        """Report to the engine that this rank has failed. The engine's `receive` then raises `LinkError` with `reason`."""
         self._send(FAILED, reason.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Release the socket, after what was sent has had a second to leave. Calling twice is harmless."""
+        """Release the socket. Pending messages have one second to be sent. Calling this twice is harmless."""
         self._socket.close(linger=1000)
 
     def _send(self, kind: bytes, data: bytes) -> None:

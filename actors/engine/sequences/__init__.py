@@ -1,1 +1,1 @@
-"""Requests in the engine: the waiting queue, live sequences, and their token events."""
+"""The requests in an engine: the waiting queue, tenant fairness, sequences, and token events."""

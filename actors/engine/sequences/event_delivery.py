@@ -1,4 +1,4 @@
-"""Who hears about a request: each accepted request gets its events in order and exactly one final one."""
+"""Delivery of token events to the callbacks of their requests: in order, with exactly one final event for each request."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from collections.abc import Callable, Iterable
 from actors.wire.requests import TokenEvent
 
 Deliver = Callable[[TokenEvent], None]
-"""Called from the engine's thread, one call at a time; must be quick and may raise (which ends that request only)."""
+"""Callback for the events of a request. It is called from the engine's thread, one call at a time, and must return quickly. An
+exception ends only that request."""
 
 logger = logging.getLogger(__name__)
 
 
 class EventDelivery:
-    """The callbacks of live requests. Events of a request that is not live any more are dropped."""
+    """The callbacks of live requests. Events of a request that has ended are dropped."""
 
     def __init__(self, flush: Callable[[], None]) -> None:
-        """`flush`: called after the events of a step were delivered, so that receivers can send them on together."""
+        """Create an empty registry. `flush` is called after the events of a step, so that receivers can send them together."""
         self._flush = flush
         self._lock = threading.RLock()
-        """Held while calling, so that no event of a request can follow its last one."""
+        """Held during callbacks, so that no event of a request can follow its last one."""
         self._callbacks: dict[str, Deliver] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._callbacks
 
     def open(self, request_id: str, deliver: Deliver) -> None:
-        """Without the lock: a caller holds its own here, and a callback may take that one while this one is held."""
+        """Register the callback of a new request.
+
+        Does not take this object's lock: the caller holds its own lock here, and a callback, which runs under this object's
+        lock, may take the caller's.
+        """
         self._callbacks[request_id] = deliver
 
     def deliver(self, events: Iterable[TokenEvent]) -> list[str]:
-        """Deliver the events of a step. Requests whose receivers raised: struck off, and to be cancelled."""
+        """Deliver the events of a step.
+
+        Returns the ids of requests whose callbacks raised. They are removed here, and the caller must cancel them.
+        """
         with self._lock:
             raised = [event.request_id for event in events if not self._deliver(event)]
         self._flush()

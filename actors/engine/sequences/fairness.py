@@ -1,7 +1,8 @@
-"""Fairness between tenants: the one that was served least goes first.
+"""Fairness between tenants with a virtual token counter (VTC): the tenant that was served the fewest tokens goes first.
 
-A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024, section 4): each tenant's tokens
-are counted, and one that joins is lifted to the least of those present, so that having been away earns no credit.
+The algorithm is that of Sheng et al., "Fairness in Serving Large Language Models", 2024, section 4. It counts the tokens served
+to each tenant. The counter of a tenant that becomes active is raised to the minimum of the active tenants, so that a tenant
+earns no credit while it is idle.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections import Counter
 
 
 class TenantCounters:
-    """Tokens served to each tenant, comparable between the tenants that have requests now."""
+    """Counters of the tokens served to each tenant, comparable between the tenants that have requests now."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._requests: Counter[str] = Counter()
 
     def join(self, tenant: str) -> None:
-        """A request of `tenant` arrived."""
+        """Record that a request of `tenant` arrived."""
         if self._requests[tenant] == 0:
             floor = min((self._served[other] for other, n in self._requests.items() if n > 0), default=0)
             self._drop_up_to(floor)
@@ -25,7 +26,7 @@ class TenantCounters:
         self._requests[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """A request of `tenant` ended. When the last of all ends, everyone starts anew."""
+        """Record that a request of `tenant` ended. When no request of any tenant is left, all counters restart at 0."""
         self._requests[tenant] -= 1
         if self._requests[tenant] == 0:
             del self._requests[tenant]
@@ -33,13 +34,14 @@ class TenantCounters:
                 self._served.clear()
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """`tokens` were run for `tenant`."""
+        """Record that `tokens` tokens were run for `tenant`."""
         self._served[tenant] += tokens
 
     def served(self, tenant: str) -> int:
+        """Return the token counter of `tenant`, which must have a request."""
         return self._served[tenant]
 
     def _drop_up_to(self, floor: int) -> None:
-        """Forget absent tenants whom joining would lift anyway, so that the table stays small."""
+        """Remove idle tenants whose counter would be raised anyway when they become active, so that the table stays small."""
         for tenant in [t for t, served in self._served.items() if served <= floor and t not in self._requests]:
             del self._served[tenant]

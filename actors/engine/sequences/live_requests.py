@@ -1,4 +1,4 @@
-"""Requests that have not ended: by id, by tenant, by deadline."""
+"""The index of requests that have not ended, by id, tenant and deadline."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from actors.wire.requests import FinishReason
 
 
 class LiveRequests:
-    """Not thread-safe: the scheduler's thread calls it."""
+    """The sequences of all requests that have not ended. Not thread-safe: the scheduler's thread calls it."""
 
     def __init__(self, tenants: TenantCounters) -> None:
         self._tenants = tenants
         self._live: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, str]] = []
-        """(deadline, order, request id): ids only, because an entry outlives its request."""
+        """Heap of (deadline, order, request id). It holds ids only, because an entry outlives its request."""
         self._need_no_step: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._live)
 
     def get(self, request_id: str) -> Sequence | None:
-        """None for one that is unknown or has ended."""
+        """Return the sequence of a request, or None if it is unknown or has ended."""
         return self._live.get(request_id)
 
     def tickets(self) -> Iterator[str]:
-        """Those of the requests that a decode side has asked for."""
+        """Return the ids of the live requests that carry a KV transfer ticket of a decode engine."""
         return (name for name, sequence in self._live.items() if sequence.request.ticket is not None)
 
     def join(self, sequence: Sequence) -> None:
-        """Of an id that nobody here has."""
+        """Add a sequence. No live request may have the same id."""
         self._live[sequence.request.request_id] = sequence
         self._tenants.join(sequence.request.tenant)
         if sequence.deadline_s < math.inf:
@@ -42,12 +42,15 @@ class LiveRequests:
             self._need_no_step.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Remove a sequence that has ended."""
         del self._live[sequence.request.request_id]
         self._tenants.leave(sequence.request.tenant)
 
     def due(self, now: float) -> list[tuple[Sequence, FinishReason]]:
-        """Those that end without another step, each once, and why: nothing is to be computed, or the deadline has passed."""
+        """Return the sequences that end without another step, each once, with the finish reason.
+
+        The reason is ``length`` if there is nothing to compute, and ``deadline`` if the deadline has passed at `now`.
+        """
         found: dict[Sequence, FinishReason] = {
             sequence: "length" for sequence in self._need_no_step if self._live.get(sequence.request.request_id) is sequence
         }
@@ -55,6 +58,6 @@ class LiveRequests:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
             sequence = self._live.get(request_id)
-            if sequence is not None and sequence.order == order:  # not a later request of the same id
+            if sequence is not None and sequence.order == order:  # not a later request with the same id
                 found.setdefault(sequence, "deadline")
         return list(found.items())

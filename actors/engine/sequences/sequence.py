@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""The state of one request in the engine: its tokens, KV blocks and progress."""
 
 from __future__ import annotations
 
@@ -11,67 +11,69 @@ from actors.wire.requests import FinishReason, GenerateRequest, TokenLogprob
 from placement.model.spec import RopeSpec
 
 NOT_ON_RANKS = -1
-"""The sequence id of a sequence the ranks do not know."""
+"""The sequence id of a sequence that the ranks do not hold."""
 _PLAIN_ROPE = RopeSpec()
 
 
 class State(Enum):
+    """The scheduling state of a sequence."""
+
     WAITING = "waiting"
     RESERVED = "reserved"
-    """It has blocks, and waits for others to fill them."""
+    """The sequence has blocks, and waits for a KV tier or a prefill pool to fill them."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens of a request and how far they are.
+    """The tokens of a request and their progress.
 
-    Planned and computed are kept apart: a plan moves `num_planned`, its result moves `num_computed`::
+    Planned and computed tokens are counted separately: a plan advances `num_planned`, and its result advances `num_computed`::
 
         tokens   [ p p p p p p p p p g g ? ]      ?: being sampled by a plan in flight (`num_awaited`)
         computed  ───────────→|
-        planned   ─────────────────────→|         in flight: between the two;  todo: what lies behind
+        planned   ─────────────────────→|         in flight: between the two;  todo: after `num_planned`
     """
 
     request: GenerateRequest
     arrival_s: float
     order: int
-    """Unique and rising with arrival; decides every tie."""
+    """Unique number that increases with arrival; it breaks every tie."""
     tokens: list[int]
     chain: PrefixChain
     prompt_logprobs: list[TokenLogprob | None]
     state: State = State.WAITING
     sequence_id: int = NOT_ON_RANKS
-    """The ranks' name for it; a new one after every preemption."""
+    """Id of the sequence on the ranks; it changes after every preemption."""
     dp_rank: int = 0
-    """Where it runs; chosen anew after every preemption."""
+    """DP rank on which the sequence runs; it is chosen again after every preemption."""
     num_planned: int = 0
     num_computed: int = 0
     num_awaited: int = 0
-    """Tokens that plans in flight sample; the ranks will know them before the engine does."""
+    """Number of tokens that plans in flight sample. The ranks have them before the engine does."""
     last_step: int = -1
-    """The newest plan it is in."""
+    """Step of the newest plan with this sequence."""
     num_tokens_on_ranks: int = 0
-    """Tokens the ranks know once all plans so far have run."""
+    """Number of tokens that the ranks hold once all plans so far have run."""
     blocks: list[int] = field(default_factory=list)
     num_blocks_on_ranks: int = 0
     num_registered: int = 0
-    """Blocks offered to the prefix cache."""
+    """Number of blocks registered in the prefix cache."""
     cached_tokens: int | None = None
-    """Tokens found in the prefix cache when first admitted."""
+    """Number of tokens found in the prefix cache at the first admission; None before that."""
     preemptions: int = 0
     overdue: bool = False
     rope_length: int = 0
     """See `RopeSpec.deciding_length`."""
     has_sent_prompt_logprobs: bool = False
-    """An event with the prompt's logprobs is out."""
+    """Whether an event with the prompt's logprobs was sent."""
     reserves: bool = False
-    """Its prompt may be computed by a prefill pool; not a second time."""
+    """Whether a prefill pool may compute the prompt. This is tried only once."""
     skips_tiers: bool = False
-    """Its blocks did not come from the tiers in time: it does not ask them again."""
+    """Whether the KV tiers are not asked for blocks again, because they were late for this sequence."""
     spare_tokens: int = 0
-    """Tokens of output for which it gets blocks at once."""
+    """Number of output tokens for which blocks are allocated on admission."""
 
     @classmethod
     def of(
@@ -84,13 +86,14 @@ class Sequence:
         capacity: int = 1 << 62,
         expected_tokens: int = 0,
     ) -> Sequence:
-        """A sequence that holds the prompt. Hashes it, so it is best made outside the engine's thread.
+        """Return a new sequence that holds the prompt of `request`.
 
-        `expected_tokens`: tokens of output for which a prompt that a prefill pool computes gets blocks at once.
+        This hashes the prompt, so it is best called outside of the engine's thread. `expected_tokens` is the number of output
+        tokens for which blocks are allocated on admission if a prefill pool may compute the prompt.
         """
         prompt_length = len(request.prompt)
         rope_length = rope.deciding_length(prompt_length, min(prompt_length + request.max_tokens, capacity))
-        if request.ticket is not None:  # the keys are for an engine whose capacity may be another
+        if request.ticket is not None:  # the keys are for another engine, whose capacity may differ
             rope_length = request.ticket.rope_length
         chain = PrefixChain(request.cache_salt, block_size, rope.length_class(rope_length))
         chain.extend(request.prompt)
@@ -111,51 +114,57 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def num_generated(self) -> int:
+        """Number of generated tokens, awaited ones excluded."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def length(self) -> int:
-        """Tokens it has, awaited ones included."""
+        """Number of tokens, awaited ones included."""
         return len(self.tokens) + self.num_awaited
 
     @property
     def todo(self) -> int:
-        """Tokens that no plan has run yet: 1 while decoding."""
+        """Number of tokens that no plan has run yet: 1 while decoding."""
         return self.length - self.num_planned
 
     def is_sampled_out(self, capacity: int) -> bool:
-        """Whether the plans in flight sample all the tokens it can have here."""
+        """Return whether the plans in flight already sample the last token that this sequence can have in this engine."""
         most = self.request.max_tokens if self.request.ticket is None else 1
         full = self.length - self.prompt_length >= most or self.length >= capacity
         return self.num_awaited > 0 and full
 
     @property
     def deadline_s(self) -> float:
+        """Time at which the request ends with ``deadline``, on the engine's clock; infinite if it has no deadline."""
         timeout = math.inf if self.request.timeout_s is None else self.request.timeout_s
         lease = math.inf if self.request.ticket is None else self.request.ticket.lease_s
         return self.arrival_s + min(timeout, lease)
 
     @property
     def scores_prompt(self) -> bool:
-        """Prompt logprobs are asked for and not all here: every prompt token must be run, cached or not."""
+        """Whether prompt logprobs are requested and not complete. Every prompt token must then be run, cached or not."""
         return not self.has_sent_prompt_logprobs and None in self.prompt_logprobs[1:]
 
     @property
     def is_empty_work(self) -> bool:
-        """Nothing to sample and nothing to score."""
+        """Whether there is nothing to sample and nothing to score."""
         return self.request.max_tokens == 0 and not self.scores_prompt
 
     @property
     def urgency(self) -> tuple[bool, int, int]:
-        """Smaller runs first and is preempted last. Fixed while the sequence runs."""
+        """Sort key: sequences with smaller values run first and are preempted last. It is fixed while the sequence runs."""
         return (not self.overdue, 0 if self.overdue else self.request.priority, self.order)
 
     def finish_after(self, token: int, capacity: int) -> FinishReason | None:
-        """Whether `token`, which is the last of `tokens`, ends the sequence here: one with a ticket goes on elsewhere."""
+        """Return the reason for which `token`, the last of `tokens`, ends the sequence in this engine, or None if it does not.
+
+        A sequence with a KV transfer ticket ends with ``handoff``, and continues in the decode engine.
+        """
         if self.request.ticket is not None:
             return "handoff"
         sampling = self.request.sampling
@@ -166,7 +175,7 @@ class Sequence:
         return None
 
     def forget_ranks(self) -> None:
-        """Forget all that the ranks hold of it; the tokens stay."""
+        """Reset all state that the ranks hold for this sequence. Its tokens are kept."""
         self.sequence_id = NOT_ON_RANKS
         self.num_planned = self.num_computed = self.num_tokens_on_ranks = self.num_awaited = 0
         self.last_step = -1

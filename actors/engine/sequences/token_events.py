@@ -1,4 +1,4 @@
-"""The events of a sequence: those that carry its tokens, its prompt's logprobs, and its end."""
+"""Construction of the token events of a sequence: new tokens, prompt logprobs, and the end of the request."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from actors.wire.results import PromptLogprobs
 
 
 class ResultMismatch(RuntimeError):
-    """A step result that does not answer the plan: engine and ranks no longer agree."""
+    """Raised if a step result does not match its plan, so that engine and ranks are out of sync."""
 
 
 def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenEvent:
-    """The event for a newly sampled token."""
+    """Return the event for a newly sampled token."""
     return TokenEvent(
         request_id=sequence.request.request_id,
         tokens=[token],
@@ -23,7 +23,7 @@ def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) ->
 
 
 def end_event(sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent:
-    """The event that ends it without a token."""
+    """Return the event that ends a sequence without another token."""
     return TokenEvent(
         request_id=sequence.request.request_id,
         prompt_logprobs=_of_prompt(sequence) if finish == "length" else None,
@@ -34,9 +34,9 @@ def end_event(sequence: Sequence, finish: FinishReason, error: str | None = None
 
 
 def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
-    """Put a chunk's prompt logprobs in their places. A sequence recomputed after preemption overwrites its own.
+    """Store the prompt logprobs of a chunk in the sequence. After a preemption, recomputed logprobs overwrite the earlier ones.
 
-    Raises `ResultMismatch` where they are of tokens that the prompt does not have.
+    Raises `ResultMismatch` if they refer to positions outside of the prompt.
     """
     stop = scored.first + len(scored.entries)
     if not 1 <= scored.first <= stop <= sequence.prompt_length:
@@ -45,19 +45,19 @@ def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
 
 
 def adopt(sequence: Sequence, event: TokenEvent) -> None:
-    """Take over from the event with the first token, which another engine made, what that engine found out of the prompt."""
+    """Copy the prompt logprobs and the number of cached tokens from the first token's event of a prefill engine."""
     if sequence.prompt_logprobs and event.prompt_logprobs is not None:
         sequence.prompt_logprobs = event.prompt_logprobs
     sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
 
 
 def unscored_error(sequence: Sequence) -> str:
-    """What is wrong with one whose prompt has run and is not scored whole."""
+    """Return the error text for a sequence whose prompt has run without all of its logprobs."""
     return f"the ranks left out the logprobs of {sequence.prompt_logprobs[1:].count(None)} prompt tokens"
 
 
 def _of_prompt(sequence: Sequence) -> list[TokenLogprob | None] | None:
-    """The prompt's logprobs, once."""
+    """Return the prompt logprobs for the first event that carries them, and None for all later ones."""
     if sequence.has_sent_prompt_logprobs or not sequence.prompt_logprobs:
         return None
     sequence.has_sent_prompt_logprobs = True

@@ -1,16 +1,16 @@
-"""The queue: who is admitted next.
+"""The waiting queue: decides which request is admitted next, by age, priority, preemption, tenant and arrival.
 
-In this order:
+Requests are admitted in this order:
 
 1. requests queued for `overdue_after_s`, the oldest first;
-2. lower `priority`;
-3. those that were preempted (they hold tokens the client has seen);
-4. the tenant that was served least;
-5. arrival.
+2. requests with a lower `priority` value;
+3. preempted requests (the client has already seen tokens of them);
+4. requests of the tenant that was served the fewest tokens;
+5. requests that arrived earlier.
 
-**No starvation.** Whatever else arrives, after `overdue_after_s` a request stands behind nothing but requests that
-arrived before it, and those are finitely many with finitely many tokens each. It stays overdue once admitted, so later
-arrivals do not push it out of the cache either. The head of the queue is never overtaken for being large.
+**No starvation.** Whatever else arrives, after `overdue_after_s` a request is preceded only by requests that arrived before it,
+and those are finitely many with finitely many tokens each. It stays overdue once admitted, so that later arrivals do not
+preempt it either. The head of the queue is never overtaken because it is large.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QueueKey = tuple[int, str]
 
 
 class WaitingQueue:
-    """Sequences that hold no blocks, in one line per (priority, tenant), each line in order of arrival."""
+    """The sequences that hold no blocks, in one FIFO queue per (priority, tenant)."""
 
     def __init__(self, overdue_after_s: float, tenants: TenantCounters) -> None:
         self.num_requests = 0
@@ -34,22 +34,26 @@ class WaitingQueue:
         self._queues: dict[_QueueKey, deque[Sequence]] = {}
 
     def push(self, sequence: Sequence) -> None:
-        """Add one that arrived after all others of its line."""
+        """Add a sequence that arrived after all others of its priority and tenant."""
         self._queues.setdefault(_queue_key(sequence), deque()).append(sequence)
         self._count(sequence, 1)
 
     def push_back_in(self, sequence: Sequence) -> None:
-        """Add one that was preempted, before everything in its line that arrived later."""
+        """Add a preempted sequence, before all sequences of its priority and tenant that arrived later."""
         queue = self._queues.setdefault(_queue_key(sequence), deque())
         place = next((i for i, other in enumerate(queue) if other.order > sequence.order), len(queue))
         queue.insert(place, sequence)
         self._count(sequence, 1)
 
     def first(self, now: float) -> Sequence | None:
-        """The one to admit next; it stays in the queue. Costs one comparison a line."""
+        """Return the sequence to admit next, or None if the queue is empty. The sequence stays in the queue.
+
+        The cost is one comparison per (priority, tenant).
+        """
         return min((queue[0] for queue in self._queues.values()), key=lambda head: self._key(head, now), default=None)
 
     def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queue."""
         queue = self._queues[_queue_key(sequence)]
         queue.remove(sequence)
         if not queue:
