@@ -1,1 +1,1 @@
-"""The messages that cross process boundaries: requests, step plans, step results, KV and expert reports, rank settings."""
+"""The messages that cross process boundaries: requests, step plans, results, KV and expert reports, settings."""

@@ -17,8 +17,7 @@ class KVReader(Message):
 
 
 class KVTicket(Message):
-    """A KV transfer ticket: the blocks that a decode pool has reserved for a prompt, and what a prefill pool needs to fill
-    them.
+    """A KV transfer ticket: blocks that a decode pool has reserved for a prompt, and what a prefill pool needs to fill them.
 
     The ticket asks for positions ``[first, tokens)``; the decode side already holds the earlier ones. The prefill pool runs the
     request under the ticket's id.
@@ -117,5 +116,4 @@ class KVReport(Message):
     fetched: dict[str, int] = Field(default_factory=dict)
     """Number of leading blocks found for each `KVFetch`, by its ticket id."""
     tier_hits: dict[str, int] = Field(default_factory=dict)
-    """Block parts fetched, by tier; ``miss`` counts parts that no tier held, ``unwritten`` saved parts that the shared tier did
-    not store."""
+    """Block parts fetched, by tier; ``miss``: parts that no tier held; ``unwritten``: parts not saved in the shared tier."""

@@ -40,8 +40,7 @@ class Row(Message):
     append: list[int] = Field(default_factory=list)
     """Tokens to append to the sequence first: those sampled since the last plan with this sequence."""
     append_sampled: bool = False
-    """Whether to append the token that the ranks sampled last for the sequence, because the plan was made before the engine
-    knew that token."""
+    """Whether to append the token that the ranks sampled last for the sequence, which the engine did not know yet."""
     new_blocks: list[int] = Field(default_factory=list)
     """Blocks to append to the sequence's block table.
 

@@ -32,11 +32,9 @@ class RankConfig(BaseModel):
     in_pool: bool = False
     """Whether the rank belongs to a prefill or decode pool, and so sends KV to ranks of other replicas or receives it."""
     handoff_ranges: int = Field(default=4, ge=1)
-    """Number of layer ranges that a hand-off sends one after the other while a step runs; 1 sends all layers after the last one
-    has run."""
+    """Number of layer ranges that a hand-off sends in turn while a step runs; 1 sends all layers after the last one."""
     handoff_range_bytes: int = Field(default=1 << 20, ge=1)
-    """Minimum bytes of a prompt in one layer range; a smaller range is merged into the next, since every write costs the rank
-    time."""
+    """Minimum bytes of a prompt in a layer range; a smaller one is merged into the next, since every write costs time."""
     tiers: TierConfig | None = None
     """KV tiers behind the pages of this rank; None disables KV offload."""
     threads_per_rank: int | None = None
