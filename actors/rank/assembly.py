@@ -125,8 +125,7 @@ def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decode
 
 
 def _attention(config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group]) -> AttentionBackend | LatentBackend:
-    """Return the attention backend: that of the device alone, or a context-parallel one if a sequence's KV is split over
-    ranks."""
+    """Return the attention backend: the device's own, or a context-parallel one if a sequence's KV is split over ranks."""
     device, dtype, layout = torch.device(config.device), DTYPES[config.dtype], config.layout
     spec, softcap = config.spec, config.spec.attention_softcap is not None
     if layout.kv_owners == 1:

@@ -35,8 +35,8 @@ class LMHead(Protocol):
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return fp32 logits `[rows, own vocabulary slice]`.
 
-        `rows` holds this DP rank's hidden states `[counts[dp_rank], hidden]`, and `counts` the number of rows of each DP rank. A
-        shared head returns the logits of all DP ranks, in DP rank order; otherwise only this DP rank's.
+        `rows` holds this DP rank's hidden states `[counts[dp_rank], hidden]`, and `counts` the number of rows of each DP rank.
+        A shared head returns the logits of all DP ranks, in DP rank order; otherwise only this DP rank's.
         """
 
 

@@ -78,8 +78,7 @@ class Pipeline:
         return sampled
 
     def expect(self, step: int, sequence_ids: list[int]) -> None:
-        """Record that `step` samples a token for each of `sequence_ids`, so that this stage receives them if it is not the
-        last."""
+        """Record that `step` samples a token for each of `sequence_ids`, which this stage receives unless it is the last."""
         if sequence_ids and not self.is_last:
             self._unreceived.append((step, sequence_ids))
 

@@ -146,12 +146,12 @@ class Runner:
 
     def _known(self, row: Row) -> _Sequence:
         if row.sequence_id not in self._sequences:
-            raise PlanError(f"plan names sequence {row.sequence_id}, which this rank was never told of")
+            raise PlanError(f"plan names sequence {row.sequence_id}, which this rank does not hold")
         return self._sequences[row.sequence_id]
 
     def _sampled(self, row: Row, sequence: _Sequence) -> list[int]:
         if sequence.sampled is None:
-            raise PlanError(f"plan adds the token sampled last for sequence {row.sequence_id}, but none was")
+            raise PlanError(f"plan appends the last sampled token of sequence {row.sequence_id}, but none was sampled")
         return [sequence.sampled]
 
     def _check(self, row: Row, sequence: _Sequence) -> None:
@@ -243,8 +243,7 @@ class Runner:
         ]
 
     def _score(self, rows: list[Row], mine: list[Row], hidden: Tensor) -> list[PromptLogprobs]:
-        """Return the log-probabilities of prompt tokens: the hidden state at position `p` scores the token at position ``p +
-        1``.
+        """Return the log-probabilities of prompt tokens: the state at position ``p`` scores the token at ``p + 1``.
 
         `rows` are all rows scored here. The hidden states of `mine` are on this rank, and only their scores are returned.
         """
