@@ -1,6 +1,7 @@
-"""The handshake of two ranks that are to exchange KV: what must be equal, and what may differ.
+"""The compatibility handshake of two ranks that exchange KV cache: which properties must be equal on both sides.
 
-Layouts, page sizes and DP ranks may differ: the hand-off map bridges them. What a value in a page *means* may not.
+Layouts, page sizes and DP ranks may differ, because the hand-off map translates between them. The meaning of the values in a
+page (model, dtype, cache geometry, memory order) must be the same.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from actors.wire.message import Message
 from placement.model.spec import DType, ModelSpec
 
 PROTOCOL = 1
-"""Version of the messages between the two sides."""
+"""Version of the messages that the two sides exchange."""
 
 PAGE_LAYOUT = "planes, kv_heads, pages, tokens, values"
-"""How the pages of a layer lie in memory (`actors.model.kv.kv_cache`), outermost first."""
+"""Memory order of the pages of one layer (`actors.model.kv.kv_cache`), outermost dimension first."""
 
 
 class IncompatiblePeerError(ValueError):
-    """Two sides whose KV means different things: names each field that differs, with both values."""
+    """Raised when the KV of two sides is not interchangeable. The message names each field that differs, with both values."""
 
 
 class Compatibility(Message):
-    """What both sides must agree on. Sizes are those of the whole model, never of one rank."""
+    """The properties that both sides must have in common. Sizes describe the whole model, not the part that one rank holds."""
 
     protocol: int = PROTOCOL
     model_digest: str
@@ -37,6 +38,7 @@ class Compatibility(Message):
 
     @classmethod
     def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, transport: str) -> Compatibility:
+        """Returns the properties of a model with `model_digest`, served in `dtype` over `transport`."""
         return cls(
             model_digest=model_digest,
             dtype=dtype,
@@ -48,14 +50,15 @@ class Compatibility(Message):
         )
 
     def differences(self, other: Compatibility) -> Iterator[str]:
-        """Every field that differs, with both values."""
+        """Yields a description of every field that differs, with both values."""
         for field in type(self).model_fields:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 yield f"{field} is {ours!r} here and {theirs!r} there"
 
     def require(self, other: Compatibility, peer: str) -> None:
-        """Raise `IncompatiblePeerError` with all differences, if there are any."""
+        """Raises `IncompatiblePeerError`, which lists all differences to `other`, if there are any. `peer` names the other side
+        in the message."""
         found = list(self.differences(other))
         if found:
             raise IncompatiblePeerError(

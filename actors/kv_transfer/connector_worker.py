@@ -1,9 +1,12 @@
-"""A rank's part in hand-offs: it does what plans ask for between and within steps, and tells how far it is.
+"""The worker side of the KV connector: one rank's part in the hand-offs of prefill/decode disaggregation.
 
-plan ──expects──→ be ready, and say where the bytes go     ──→ KVReport.opened
-       rows   ──→ step: after each range of layers, write what is new of a ticket's sequence in them
-       forgets ─→ begin no more, expect no more
-poll          ──→ writes that are done, bytes that arrived ──→ KVReport.sent, KVReport.arrived
+The worker acts on the transfers that step plans name, before and during the steps, and reports its progress.
+
+plan ──expects──→ reserve the target of a transfer, publish where its bytes go ──→ KVReport.opened
+       sends  ──→ connect to the readers of a ticket
+       rows   ──→ step: after each range of layers, write the new KV of a ticket's sequence in these layers
+       forgets ─→ start no further write for a ticket, and no longer expect its bytes
+poll          ──→ completed writes, bytes that arrived                         ──→ KVReport.sent, KVReport.arrived
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _HEARTBEAT_INTERVAL_S = 1.0
 
 
 class KVConnectorWorker:
-    """One rank's. `side` is its own, with its DP rank. Not safe for several threads."""
+    """The KV connector of one rank. `side` is this rank's end of the hand-off, with its DP rank. Not thread-safe."""
 
     def __init__(self, config: RankConfig, side: Side, endpoint: KVEndpoint) -> None:
         self._endpoint, self._spec, self._rank = endpoint, config.spec, config.world_rank
@@ -41,9 +44,9 @@ class KVConnectorWorker:
         self._order = queue_order(endpoint.device)
         self._senders: dict[str, PromptSender] = {}
         self._running: list[PromptSender] = []
-        """Those with tokens in the step under way."""
+        """Senders whose sequence has tokens in the current step."""
         self._peers: dict[bytes, Peer] = {}
-        """Ranks this one can write to, by their agent metadata."""
+        """Ranks that this rank is connected to and can write to, by agent metadata."""
         self._agent_metadata = endpoint.agent_metadata()
         self._report = KVReport(world_rank=self._rank)
         self._reported_s = 0.0
@@ -58,7 +61,7 @@ class KVConnectorWorker:
         name: str,
         model_digest: str,
     ) -> KVConnectorWorker:
-        """That of the rank of `config`. `name`: the transport's, with its version.
+        """Returns the KV connector of the rank that `config` describes. `name` is the name and version of the transport.
 
         Raises `ModelError` for a model whose KV cannot be handed off.
         """
@@ -68,15 +71,15 @@ class KVConnectorWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether to poll."""
+        """Whether a transfer is in progress, so that `poll` must be called."""
         return bool(self._senders) or self._endpoint.num_expected > 0
 
     def watch(self, decoder: Decoder) -> None:
-        """Send what `decoder` computes, range by range of its layers."""
+        """Observe `decoder`, so that the KV of each range of layers is sent as soon as that range has run."""
         decoder.watch(self._ranges, self._ran)
 
     def before(self, plan: StepPlan) -> None:
-        """What a plan asks for before its step."""
+        """Perform what a plan requests before its step: expect transfers, begin sends, and drop forgotten tickets."""
         dp_rank = self._side.dp_rank
         for expect in plan.expects:
             if expect.dp_rank == dp_rank:
@@ -91,15 +94,17 @@ class KVConnectorWorker:
         self._meet(plan)
 
     def after(self) -> None:
-        """The step is over: what it computed has been sent."""
+        """Finish the step: start all writes that are still queued, and mark the positions that it computed as sent."""
         self._order.flush()
         for sender in self._running:
             sender.computed()
         self._running = []
 
     def poll(self) -> KVReport | None:
-        """What has happened since the last call, if anything has; while writes are under way, once a second at least: a
-        heartbeat. Never waits."""
+        """Returns the progress since the last call, or None if there is none. Never blocks.
+
+        While writes are in progress, a report is returned at least once a second, even an empty one, as a heartbeat.
+        """
         if self._endpoint.num_expected:
             self._report.arrived.extend(self._endpoint.poll())
         for sender in list(self._senders.values()):
@@ -115,11 +120,11 @@ class KVConnectorWorker:
         return found
 
     def close(self) -> None:
-        """Give the pools back."""
+        """Close the endpoint and its transport."""
         self._endpoint.close()
 
     def _meet(self, plan: StepPlan) -> None:
-        """Know whose tokens the step runs, and in which pages they will be."""
+        """Record which senders have tokens in the step, and the pages that these tokens are written to."""
         by_sequence = {sender.sequence_id: sender for sender in self._senders.values()}
         for row in plan.rows if by_sequence else []:
             sender = by_sequence.get(row.sequence_id)
@@ -146,7 +151,7 @@ class KVConnectorWorker:
             self._report.arrived.append(expect.ticket_id)
 
     def _need(self, window: range) -> Copy:
-        """All that this rank keeps of some positions, whoever sends it."""
+        """Returns everything that this rank holds of the positions of `window`, regardless of which rank sends it."""
         held = self._held
         return Copy(-1, self._rank, held.layers, held.kv_heads, shared(held.ownership, held.ownership, window))
 
@@ -171,8 +176,11 @@ class KVConnectorWorker:
             self._forget_peers(sender)
 
     def _forget_peers(self, sender: PromptSender) -> None:
-        """A write may have failed: whoever it was for is connected to anew next time, if nothing else is under way to it. One
-        that did not end in time is ended so, and with it whatever else is."""
+        """Disconnect the readers of a failed transfer, so that the next transfer connects to them again.
+
+        A reader that another transfer is still writing to stays connected, unless a write did not end in time
+        (`PromptSender.is_cut`): disconnecting is the only way to end that write, and also ends other writes to the reader.
+        """
         busy = {agent_metadata for other in self._senders.values() for agent_metadata in other.reader_metadata.values()}
         for agent_metadata in sender.reader_metadata.values():
             if agent_metadata in self._peers and (sender.is_cut or agent_metadata not in busy):
@@ -180,29 +188,29 @@ class KVConnectorWorker:
 
 
 class NoKVConnectorWorker:
-    """That of a rank of no pool."""
+    """The KV connector of a rank that takes part in no hand-offs, because there are no prefill and decode pools."""
 
     is_busy = False
 
     def watch(self, decoder: Decoder) -> None:
-        """Nothing is sent."""
+        """Does nothing."""
 
     def before(self, plan: StepPlan) -> None:
-        """Nothing is asked for."""
+        """Does nothing."""
 
     def after(self) -> None:
-        """Nothing is sent."""
+        """Does nothing."""
 
     def poll(self) -> KVReport | None:
-        """Nothing happens."""
+        """Returns None."""
         return None
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""
 
 
 def _cut(layers: range, count: int) -> list[range]:
-    """At most `count` ranges of layers, in order, as even as can be."""
+    """Split `layers` into at most `count` contiguous ranges, in order, whose lengths differ by at most one."""
     parts = min(count, len(layers))
     ends = [layers.start + at * len(layers) // parts for at in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]

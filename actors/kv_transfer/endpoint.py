@@ -1,14 +1,14 @@
-"""One rank's end of KV transfers: its cache and staging buffer as pools, its peers, what it expects and what it sends.
+"""The KV transfer endpoint of one rank: its KV cache and staging buffer as pools, its peers, and its transfers.
 
     writer                                     reader
-                                               expect(name, copy, own table)  -> where to (staged or pages)
+                                               expect(name, copy, own table)  -> target (staging run or pages)
     connect(agent_metadata)  ←──────────── agent_metadata()
-    send(peer, name, copy, own table, where)
-              ══ bytes, then {name, part} ═══→ poll() -> the names whose bytes are in its pages
+    send(peer, name, copy, own table, target)
+              ══ bytes, then {name, part} ═══→ poll() -> names of the copies whose bytes are all in its pages
 
-The reader reserves first and says where; writers write, the whole or parts of it one after the other, each once; the reader
-learns of a part by its tag, and has the whole when the parts add up to it. A tag nobody expects (an aborted transfer, a
-stranger) is counted and changes nothing; whoever gives up a transfer calls `forget`.
+The reader reserves the target first and publishes it. The writers then write the copy, whole or in parts; each part is written
+once. A tag notifies the reader of each part, and a copy is complete when its parts add up to the whole. A tag that matches no
+expected copy (an aborted transfer, an unknown writer) is counted and has no other effect. `forget` cancels an expected copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 
 
 class AgentMetadata(Message):
-    """How a rank introduces itself to those that will write to it."""
+    """What a rank publishes about itself to the ranks that will write to it."""
 
     compatibility: Compatibility
     shape: CacheShape
@@ -42,14 +42,16 @@ class AgentMetadata(Message):
 
 
 class CopyTarget(Message):
-    """Where the reader wants a copy: a run of its staging buffer (its first byte), or, at None, the pages themselves."""
+    """The target of a copy on the reader: the first byte of a run of its staging buffer, or None for the pages themselves."""
 
     staged_at: int | None
 
 
 class _Tag(Message):
-    """Says what has arrived: of the copy `name` (the same on both sides and used once) the part that `copy` describes, as
-    (start, stop) ranges; and where it was staged."""
+    """The notification of an arrived part: the name of its copy, the part's ranges as (start, stop), and where it was staged.
+
+    `name` is the same on both sides and is used for one copy only.
+    """
 
     name: str
     layers: tuple[int, int]
@@ -61,6 +63,7 @@ class _Tag(Message):
 
     @classmethod
     def of(cls, name: str, part: Copy, staged_at: int | None) -> _Tag:
+        """Returns the tag of `part` of the copy `name`."""
         positions = part.positions
         return cls(
             name=name,
@@ -73,7 +76,7 @@ class _Tag(Message):
         )
 
     def part(self, whole: Copy) -> Copy:
-        """What it describes of a copy. Raises `ValueError` where that is none of it."""
+        """Returns the part of `whole` that the tag describes. Raises `ValueError` if it does not lie inside `whole`."""
         runs, window = [range(*run) for run in self.runs], range(*self.window)
         ordered = all(one.stop <= other.start for one, other in pairwise([*runs, range(self.period, self.period)]))
         if not (ordered and all(run.start >= 0 for run in runs) and window.start >= 0):
@@ -90,7 +93,7 @@ class _Tag(Message):
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that can be written to."""
+    """A connected rank, which can be written to."""
 
     name: str
     shape: CacheShape
@@ -102,17 +105,17 @@ class _Expected:
     table: PageTable
     target: CopyTarget
     missing: int
-    """(layer, head, position)s that have not arrived."""
+    """Number of (layer, head, position) triples that have not arrived yet."""
 
 
 class Sending:
-    """A copy on its way out. Its pages must stay as they are until `is_done`, which also frees the staging run."""
+    """A copy that is being sent. Its pages must not change until `is_done` returns true, which also frees the staging run."""
 
     def __init__(self, transfer: Transfer, staging: Staging, staged_at: int | None) -> None:
         self._transfer, self._staging, self._staged_at = transfer, staging, staged_at
 
     def is_done(self) -> bool:
-        """Whether all bytes are there. Raises `TransferError` where they never will be."""
+        """Whether all bytes have arrived at the peer. Raises `TransferError` if the write has failed."""
         try:
             done = self._transfer.is_done()
         except TransferError:
@@ -123,7 +126,7 @@ class Sending:
         return done
 
     def abandon(self) -> None:
-        """Wait for it no longer. The peer must be disconnected before anything else is staged."""
+        """Release the staging run of an unfinished write. The peer must be disconnected before anything else is staged."""
         self._release()
 
     def _release(self) -> None:
@@ -133,14 +136,18 @@ class Sending:
 
 
 class KVEndpoint:
-    """See above. `held` is what the rank keeps; `staging_bytes` the size of the buffer for small slices (0: none)."""
+    """The KV transfer endpoint of one rank, see the module.
+
+    `held` describes what the rank holds of every sequence. `staging_bytes` is the size of the buffer through which small slices
+    are sent; 0 turns staging off.
+    """
 
     def __init__(
         self, transport: Transport, cache: KVCache, held: Holding, compatibility: Compatibility, staging_bytes: int = 64 << 20
     ) -> None:
         self.compatibility, self.shape, self.device = compatibility, CacheShape.of(cache, held), cache.device
         self.num_stray = 0
-        """Notices of copies that nobody expected."""
+        """Number of notices that matched no expected copy."""
         self._transport, self._cache = transport, cache
         self._staging = Staging(flat_bytes(torch.zeros(staging_bytes, dtype=torch.uint8, device=cache.device)))
         self._expected: dict[str, _Expected] = {}
@@ -154,17 +161,19 @@ class KVEndpoint:
 
     @property
     def num_expected(self) -> int:
+        """Number of copies that have been expected and have not arrived."""
         return len(self._expected)
 
     def agent_metadata(self) -> bytes:
-        """What a writer's `connect` takes."""
+        """Returns the packed agent metadata of this rank, the argument of a writer's `connect`."""
         description = self._transport.describe()
         return AgentMetadata(compatibility=self.compatibility, shape=self.shape, description=description).pack()
 
     def connect(self, agent_metadata: bytes) -> Peer:
-        """Be able to send to the rank with this agent metadata.
+        """Connect to the rank with this agent metadata, so that `send` can write to it.
 
-        Raises `IncompatiblePeerError` with both values of all that differs, `TransferError` where it cannot be reached.
+        Raises `IncompatiblePeerError` if the two sides cannot exchange KV, and `TransferError` if the metadata cannot be read
+        or the rank cannot be reached.
         """
         try:
             found = AgentMetadata.unpack(agent_metadata)
@@ -174,10 +183,11 @@ class KVEndpoint:
         return Peer(self._transport.connect(found.description), found.shape)
 
     def expect(self, name: str, copy: Copy, table: PageTable) -> CopyTarget:
-        """Be ready for a copy into the pages of `table`, which are the caller's until it arrives or is forgotten.
+        """Prepare for a copy into the pages of `table`, and return its target. The caller must keep the pages allocated until
+        the copy has arrived or is forgotten.
 
-        Staged where there is room and its page ranges, as far as this side knows, are small. Raises `ValueError` for a name
-        in use.
+        The copy is staged if the staging buffer has room and its page ranges, as laid out on this side, are small. Raises
+        `ValueError` if `name` is in use.
         """
         if name in self._expected:
             raise ValueError(f"a copy {name!r} is expected already")
@@ -187,17 +197,20 @@ class KVEndpoint:
         return self._expected[name].target
 
     def forget(self, name: str) -> None:
-        """Expect it no longer; nothing where it is not expected. Its pages must not be given away while its writer may
-        still write: after its abort is acknowledged, or the peer is disconnected."""
+        """Stop expecting the copy `name`; does nothing if it is not expected.
+
+        Its pages must not be reused while its writer may still write, that is, before the writer has acknowledged the abort or
+        has been disconnected.
+        """
         expected = self._expected.pop(name, None)
         if expected is not None and expected.target.staged_at is not None:
             self._staging.release(expected.target.staged_at)
 
     def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, target: CopyTarget, peer_table: PageTable) -> Sending:
-        """Begin to send a copy, or a part of one, from own pages to where the peer wants it; parts have places of their own in
-        the run of the whole. The values must have been computed.
+        """Begin to send a copy, or a part of one, from the pages of `table` to the target that the peer has published.
 
-        Where it is to be staged and there is no room for that here, `StagingFullError`: try again once another is done.
+        Each part has its own place in the staging run of the whole copy. The values must have been computed. Raises
+        `StagingFullError` if the copy is to be staged and this side's buffer has no room; try again once another write is done.
         """
         tag = _Tag.of(name, copy, target.staged_at).pack()
         if target.staged_at is None:
@@ -220,17 +233,22 @@ class KVEndpoint:
             raise
 
     def poll(self) -> list[str]:
-        """Names of the expected copies that have arrived since the last call, their values in their pages. Never waits."""
+        """Returns the names of the expected copies that have fully arrived since the last call, with values in their pages.
+
+        Never blocks.
+        """
         return [name for notice in self._transport.poll() if (name := self._arrived(notice)) is not None]
 
     def disconnect(self, peer: Peer) -> None:
+        """Disconnect from `peer`, which ends the writes to it."""
         self._transport.disconnect(peer.name)
 
     def close(self) -> None:
+        """Close the transport. No write may be in progress."""
         self._transport.close()
 
     def _arrived(self, notice: Notice) -> str | None:
-        """The name of a copy that is here whole with this notice."""
+        """Process a notice. Returns the name of its copy if the copy is complete with it, else None."""
         try:
             tag = _Tag.unpack(notice.tag)
             expected = self._expected[tag.name]
@@ -250,7 +268,7 @@ class KVEndpoint:
         return tag.name
 
     def _check_staged(self, expected: _Expected, part: Copy, staged_at: int | None) -> None:
-        """Raise `ValueError` for a part staged outside the run of its copy."""
+        """Raises `ValueError` if a part was staged outside the run of its copy."""
         if staged_at is None:
             return
         start, end = expected.target.staged_at, staged_at + self.num_bytes(part)
@@ -260,16 +278,16 @@ class KVEndpoint:
             )
 
     def _ranges_here(self, copy: Copy, table: PageTable) -> tuple[int, int]:
-        """How many ranges its own pages make of a copy, and its bytes."""
+        """Returns the number of byte ranges that a copy has in this side's pages, and its size in bytes."""
         ranges = copy_ranges(copy, self.shape, table, self.shape, table)
         return len(ranges), ranges.num_bytes
 
     def num_bytes(self, copy: Copy) -> int:
-        """Bytes of a copy."""
+        """Returns the size of a copy in bytes."""
         return _num_units(copy) * self.shape.planes * self.shape.token_bytes
 
     def _settle(self) -> None:
-        """Wait until what was queued on the device has run: the transport knows no streams."""
+        """Wait until the device has run all queued work, because the transport does not observe CUDA streams."""
         if self._cache.device.type == "cuda":
             torch.cuda.current_stream(self._cache.device).synchronize()
 
@@ -287,4 +305,4 @@ def _is_in(part: range, whole: range) -> bool:
 
 
 class StagingFullError(TransferError):
-    """No room to stage a copy now."""
+    """Raised when the staging buffer has no room for a copy at the moment."""

@@ -1,4 +1,4 @@
-"""A transport inside one process: what two ranks that are threads, or a test, need of `Transport`."""
+"""A KV `Transport` inside one process, for ranks that run as threads and for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.kv_transfer.transport import Notice, Ranges, TransferError, checked_
 class Switchboard:
     """Connects the local transports of a process by name. Any thread may write.
 
-    With ``held=True`` nothing arrives until `deliver`: what a test needs to look at a transfer under way.
+    With ``held=True`` nothing arrives before `deliver` is called, so that a test can inspect a transfer in progress.
     """
 
     def __init__(self, held: bool = False) -> None:
@@ -23,13 +23,14 @@ class Switchboard:
         self._lock = Lock()
 
     def begin(self, transfer: LocalTransfer) -> None:
+        """Queue a transfer, and deliver it at once unless the switchboard is held."""
         with self._lock:
             self._waiting.append(transfer)
         if not self.held:
             self.deliver()
 
     def deliver(self, count: int | None = None) -> int:
-        """Let the first `count` transfers (None: all) arrive, in the order they were begun; how many did."""
+        """Deliver the first `count` queued transfers (all if None) in the order in which they began. Returns their number."""
         with self._lock:
             now, self._waiting = self._waiting[:count], self._waiting[len(self._waiting[:count]) :]
         for transfer in now:
@@ -38,13 +39,14 @@ class Switchboard:
 
 
 class LocalTransfer:
-    """A write to another transport of the switchboard. One to a transport that has closed meanwhile fails."""
+    """A write to another transport of the switchboard. It fails if that transport is closed before the delivery."""
 
     def __init__(self, writer: LocalTransport, peer: str, ranges: Ranges, tag: bytes) -> None:
         self._writer, self._peer, self._ranges, self._tag = writer, peer, ranges, tag
         self._state = "moving"
 
     def arrive(self) -> None:
+        """Copy the bytes into the peer's pools and notify it; the transfer is lost if the peer is gone."""
         reader = self._writer.board.transports.get(self._peer)
         if reader is None or not self._writer.knows(self._peer):
             self._state = "lost"
@@ -55,6 +57,7 @@ class LocalTransfer:
         self._state = "done"
 
     def is_done(self) -> bool:
+        """Whether the bytes have been delivered. Raises `TransferError` if the transfer is lost."""
         if self._state == "lost":
             raise TransferError(
                 f"peer {self._peer} closed before {self._ranges.num_bytes:,} bytes from {self._writer.name} came"
@@ -98,11 +101,11 @@ class LocalTransport:
         return transfer
 
     def knows(self, peer: str) -> bool:
-        """Whether it is connected to a peer."""
+        """Whether this transport is connected to `peer`."""
         return peer in self._peers
 
     def notify(self, notice: Notice) -> None:
-        """Take a notice; the writer's thread calls this."""
+        """Queue a notice for `poll`. Called from the writer's thread."""
         with self._lock:
             self._notices.append(notice)
 

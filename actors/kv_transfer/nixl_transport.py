@@ -1,8 +1,9 @@
-"""The transport between processes and hosts: NIXL, whose agents write into each other's registered memory over UCX (RDMA,
-TCP or shared memory; memory of CPUs and of GPUs).
+"""The KV transport between processes and hosts, over NIXL.
 
-Traps: an agent that a process inherits by fork never completes a transfer, so a process that uses this is spawned. What is
-written must be finished: on a GPU the caller waits for its stream before `write`.
+NIXL agents write into each other's registered CPU or GPU memory through UCX (RDMA, TCP or shared memory).
+
+An agent that a process inherits by fork never completes a transfer, so a process that uses this transport must be spawned. The
+data must be complete before it is written: on a GPU, the caller synchronizes its stream before `write`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from actors.kv_transfer.transport import Notice, Ranges, TransferError, checked_
 from actors.wire.message import Message
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""Modules that NIXL comes as, by the CUDA version they were built for; either works without a GPU."""
+"""The Python modules that NIXL is distributed as, one per CUDA version; both work without a GPU."""
 
 
 class _Description(Message):
-    """What a peer needs: NIXL's own metadata, and where each pool is (address, bytes, device)."""
+    """What a peer needs to write to this process: NIXL's agent metadata, and each pool as (address, bytes, device)."""
 
     name: str
     agent: bytes
@@ -36,17 +37,18 @@ class _Description(Message):
 
 
 class NixlTransfer:
-    """A write under way, by NIXL's handle."""
+    """A write in progress, identified by its NIXL handle."""
 
     def __init__(self, transport: NixlTransport, handle: Any, peer: str, what: str) -> None:
         self._transport, self._handle, self._peer, self._what = transport, handle, peer, what
         self._done = False
 
     def is_done(self) -> bool:
+        """Whether the bytes have arrived. Raises `TransferError` if the write has failed."""
         if not self._done:
             try:
                 state = self._transport.agent.check_xfer_state(self._handle)
-            except Exception as error:  # NIXL has exceptions of its own for every status
+            except Exception as error:  # NIXL raises a different exception class for each status
                 raise TransferError(f"{self._what} to {self._peer} failed: {error}") from error
             if state == "ERR":
                 raise TransferError(f"{self._what} to {self._peer} failed; the peer may be gone")
@@ -57,18 +59,18 @@ class NixlTransfer:
 
 
 class TagOnly:
-    """A tag without bytes."""
+    """A write of a tag without data, which is done at once."""
 
     def is_done(self) -> bool:
         return True
 
 
 class NixlTransport:
-    """The `Transport` of one process. `backend`: the plugin of NIXL that moves the bytes."""
+    """The `Transport` of one process. `backend` is the NIXL plugin that moves the bytes."""
 
     def __init__(self, name: str, backend: str = "UCX") -> None:
         api = _api()
-        self.name = f"{name}-{uuid.uuid4().hex[:12]}"  # a restarted rank is another agent to its peers
+        self.name = f"{name}-{uuid.uuid4().hex[:12]}"  # unique, so that peers see a restarted rank as a new agent
         self.bytes_sent = 0
         self._backend, self._process = backend, os.getpid()
         self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[backend]))
@@ -79,7 +81,7 @@ class NixlTransport:
 
     @property
     def agent(self) -> Any:
-        """NIXL's agent. Raises `TransferError` once closed, and in a process that was forked from the one that made it."""
+        """The NIXL agent. Raises `TransferError` after `close`, and in a process forked from the one that created the agent."""
         if self._agent is None:
             raise TransferError(f"NIXL agent {self.name} has been closed")
         if os.getpid() != self._process:
@@ -159,11 +161,11 @@ class NixlTransport:
         if self._registered is not None:
             self.agent.deregister_memory(self._registered, backends=[self._backend])
         self._registered, self._kept, self._pools = None, [], {}
-        self._agent = None  # with the last reference its progress thread ends
+        self._agent = None  # dropping the last reference ends the agent's progress thread
 
 
 def is_installed() -> bool:
-    """Whether NIXL can be imported here."""
+    """Whether NIXL can be imported."""
     try:
         _api()
     except TransferError:
@@ -172,7 +174,7 @@ def is_installed() -> bool:
 
 
 def nixl_version() -> str:
-    """Version of the package that is used, for the handshake. Raises `TransferError` where there is none."""
+    """Returns the version of the NIXL package in use, for the handshake. Raises `TransferError` if none is installed."""
     name = _api().__name__.split(".")[0].replace("_", "-")
     return metadata.version(name)
 
@@ -188,7 +190,7 @@ def _api() -> Any:
 
 
 def _addresses(pools: Mapping[int, tuple[int, int, int]], runs: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """[runs, 3] of pool, offset and length -> of address, length and device, as NIXL takes them."""
+    """Convert runs [runs, 3] of (pool, offset, length) into NIXL's form, [runs, 3] of (address, length, device)."""
     where = np.array([pools[pool] for pool in runs[:, 0].tolist()], np.int64)
     return np.stack((where[:, 0] + runs[:, 1], runs[:, 2], where[:, 2]), 1).astype(np.uint64)
 

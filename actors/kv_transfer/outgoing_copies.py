@@ -1,7 +1,8 @@
-"""What one rank sends for a ticket, and where each of its bytes goes.
+"""The copies that one rank sends for a KV transfer ticket, and the destination of each of their bytes.
 
-Where a reader stages, its run has a place for every copy of the map to it, in the map's order; a chunk has its place in that of
-its copy, and a range of layers in that of its chunk. Both sides know the map's order, so no place is negotiated.
+A reader that stages a transfer reserves one run of its staging buffer. The run holds the copies of the hand-off map to this
+reader in the map's order; within a copy the prefill chunks follow one another, and within a chunk the ranges of layers. Both
+sides know this order, so no offset is negotiated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from placement.ownership.handoff_pages import PageTable
 
 @dataclass(frozen=True)
 class OutgoingCopy:
-    """A copy of the map that this rank sends, and where it begins in the run of its reader."""
+    """A copy of the hand-off map that this rank sends, and its byte offset in the staging run of its reader."""
 
     copy: Copy
     offset: int
@@ -27,7 +28,7 @@ class OutgoingCopy:
 
 @dataclass(frozen=True)
 class OutgoingPart:
-    """Some layers and positions of such a copy, to be sent in one write."""
+    """Some layers and positions of an `OutgoingCopy`, sent in one write."""
 
     outgoing: OutgoingCopy
     copy: Copy
@@ -35,14 +36,14 @@ class OutgoingPart:
 
 
 class OutgoingCopies:
-    """All that the rank `world_rank` of `source` sends for a ticket."""
+    """All copies that the rank `world_rank` of `source` sends for a ticket."""
 
     def __init__(self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, ticket: KVTicket) -> None:
-        """Raises `ValueError` where the ticket and its layout do not agree."""
+        """Raises `ValueError` if the ticket does not match its layout."""
         destination = Side(Layout.parse(ticket.layout), ticket.page_tokens, ticket.dp_rank)
         own = next(held for held in holdings(spec, source) if held.world_rank == world_rank)
         self.layers = own.layers
-        """Those that this rank has."""
+        """The layers that this rank holds."""
         self._endpoint, self._ticket_id, self._ownership = endpoint, ticket.ticket_id, own.ownership
         self._readers = {reader.world_rank: reader for reader in ticket.readers}
         self._tables = {held.world_rank: PageTable(held.ownership, ticket.blocks) for held in holdings(spec, destination)}
@@ -56,22 +57,23 @@ class OutgoingCopies:
 
     @property
     def reader_metadata(self) -> dict[int, bytes]:
-        """Of the ranks that this one writes to."""
+        """Agent metadata of the ranks that this rank writes to, by world rank."""
         return {
             outgoing.copy.destination: self._readers[outgoing.copy.destination].agent_metadata for outgoing in self._outgoing
         }
 
     def connected(self, peers: dict[int, Peer]) -> None:
-        """Have them, by world rank, before the first `send`."""
+        """Set the connected peers, by world rank. Must be called before the first `send`."""
         self._peers = peers
 
     def parts(self, layers: range, positions: range) -> list[OutgoingPart]:
-        """The part of each copy that is in `layers` at `positions`; copies without any are left out."""
+        """Returns the part of each copy that lies in `layers` at `positions`. Copies without such a part are omitted."""
         cut = ((outgoing, outgoing.copy.within(layers, positions)) for outgoing in self._outgoing)
         return [OutgoingPart(outgoing, copy, self._endpoint.num_bytes(copy)) for outgoing, copy in cut if copy is not None]
 
     def send(self, part: OutgoingPart, blocks: list[int]) -> Sending:
-        """Begin to write a part; `blocks` are the sequence's pages here. Raises `TransferError` and `ValueError`."""
+        """Begin to write a part. `blocks` are the sequence's pages on this rank. Raises `TransferError` if the write cannot be
+        begun, and `ValueError` for byte ranges outside the pools."""
         rank = part.copy.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:
@@ -79,18 +81,18 @@ class OutgoingCopies:
         arguments = (self._peers[rank], self._ticket_id, part.copy, PageTable(self._ownership, blocks))
         try:
             return self._endpoint.send(*arguments, CopyTarget(staged_at=staged_at), self._tables[rank])
-        except StagingFullError:  # the pages themselves are always there
+        except StagingFullError:  # writing straight into the peer's pages needs no staging
             return self._endpoint.send(*arguments, CopyTarget(staged_at=None), self._tables[rank])
 
     def _place_of(self, part: Copy, whole: Copy) -> int:
-        """Bytes of a copy's run before those of a part: what is at earlier positions, then what is in earlier layers."""
+        """Returns the byte offset of a part in the run of its copy: earlier positions come first, then earlier layers."""
         before = len(whole.positions.within(range(part.positions.window.start)))
         layers = len(whole.layers) * before + (part.layers.start - whole.layers.start) * len(part.positions)
         return layers * self._endpoint.num_bytes(part) // (len(part.layers) * len(part.positions))
 
 
 def _outgoing(copies: list[Copy], world_rank: int, endpoint: KVEndpoint) -> Iterator[OutgoingCopy]:
-    """Those of one source, with where each begins among all that go to its destination."""
+    """Yields the copies of one source rank, each with its offset among all the copies to the same destination."""
     used: dict[int, int] = {}
     for copy in copies:
         if copy.source == world_rank:

@@ -1,8 +1,8 @@
-"""A copy of the hand-off map as byte ranges of two KV caches (`actors.model.kv.kv_cache`).
+"""Translation of a copy of the hand-off map into byte ranges of two paged KV caches (`actors.model.kv.kv_cache`).
 
-The pool of a layer is its one tensor [planes, kv_heads, num_pages, page_tokens, kv_dim]. A copy's page ranges are the same in
-every plane, head and layer, so they are worked out once and laid out for all of them. Neighbouring pages that stay
-neighbours are one range: a fresh pool on both sides makes few.
+The pool of a layer is one tensor, [planes, kv_heads, num_pages, page_tokens, kv_dim]. The page ranges of a copy are the same in
+every plane, head and layer, so they are computed once and repeated for all of them. Pages that are adjacent on both sides are
+merged into one range, so two pools without fragmentation need few ranges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement.ownership.handoff_pages import PageTable, page_ranges
 
 
 class CacheShape(Message):
-    """How a rank's pages lie in its pools. `token_bytes`: bytes of one token of one head in one plane."""
+    """The geometry of a rank's pages in its pools. `token_bytes` is the size of one token of one head in one plane."""
 
     first_layer: int
     num_layers: int
@@ -33,6 +33,7 @@ class CacheShape(Message):
 
     @classmethod
     def of(cls, cache: KVCache, held: Holding) -> CacheShape:
+        """Returns the geometry of `cache`, which stores the layers and KV heads of `held`."""
         return cls(
             first_layer=held.layers.start,
             num_layers=len(held.layers),
@@ -45,7 +46,7 @@ class CacheShape(Message):
         )
 
     def runs_of(self, heads: range) -> NDArray[np.int64]:
-        """Where the pages of these heads begin in a layer's pool, plane by plane: [planes * heads] bytes."""
+        """Returns the byte offsets at which the pages of `heads` begin in a layer's pool, plane by plane: [planes * heads]."""
         head_bytes = self.num_pages * self.page_tokens * self.token_bytes
         planes = np.arange(self.planes)[:, None] * self.num_heads
         own = np.arange(heads.start, heads.stop)[None, :] - self.first_head
@@ -54,7 +55,8 @@ class CacheShape(Message):
 
 
 def copy_ranges(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape, peer_table: PageTable) -> Ranges:
-    """Every byte of `copy`, from the pages of `table` in own pools to those of `peer_table` in the peer's."""
+    """Returns the byte ranges that move `copy` from the pages of `table` in this rank's pools to the pages of `peer_table` in
+    the peer's pools."""
     runs = _merged(copy, own, table, peers, peer_table)
     starts, peer_starts = own.runs_of(copy.kv_heads), peers.runs_of(copy.kv_heads)
     count, heads = len(runs), len(starts)
@@ -68,7 +70,7 @@ def copy_ranges(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape
 
 
 def _merged(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape, peer_table: PageTable) -> NDArray[np.int64]:
-    """[ranges, 3]: offset in the pages of one head here and there, and length."""
+    """Returns the ranges within the pages of one head, [ranges, 3]: offset on this side, offset on the peer's side, length."""
     page, peer_page = own.page_tokens * own.token_bytes, peers.page_tokens * peers.token_bytes
     rows: list[list[int]] = []
     for read, write in page_ranges(copy, table, peer_table, own.token_bytes):
@@ -81,7 +83,7 @@ def _merged(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape, pe
 
 
 def copy_slots(copy: Copy, table: PageTable) -> Tensor:
-    """The cache slots of a copy's positions on one side, [positions] int64, in the order of positions."""
+    """Returns the cache slots of a copy's positions on one side, [positions] int64, in the order of the positions."""
     own = table.ownership.blocks(list(table.pages))
     slots = [table.slot(position, own) for span in copy.positions.spans() for position in span]
     return torch.tensor(slots, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""One prompt on its way from this rank to those of a ticket: chunk by chunk, and in each range by range of its layers.
+"""The sender of one prompt's KV cache: it writes each prefill chunk by ranges of layers, overlapped with compute.
 
 step      chunk 0, layers 0-7 8-15 16-23 24-29   chunk 1, layers 0-7 8-15 16-23 24-29
 writes                     └────┐└───┐└────┐└────┐               └────┐└───┐└────┐└────┐
-          ────────────────────────────────────────────────────────────────────────→ exposed: after the last range of the
-                                                                last chunk, nothing is computed behind which it could hide
+          ────────────────────────────────────────────────────────────────────────→ exposed time: after the last range of
+                                                                  the last chunk, no compute is left to overlap with
 """
 
 from __future__ import annotations
@@ -19,45 +19,50 @@ from placement.ownership.handoff import Side
 
 
 class PromptSender:
-    """Sends this rank's copies of a ticket. `error` says why it stopped early, if it did."""
+    """Sends this rank's copies for one ticket. `error` is the reason why it stopped early, or None."""
 
     def __init__(
         self, endpoint: KVEndpoint, spec: ModelSpec, source: Side, world_rank: int, send: KVSend, range_bytes: int = 1
     ) -> None:
-        """`range_bytes`: see `RankConfig`. Raises `ValueError` where the ticket and its layout do not agree."""
+        """`range_bytes` is the least size of a write, see `RankConfig`. Raises `ValueError` if the ticket does not match its
+        layout."""
         ticket = send.ticket
         self.ticket_id, self.sequence_id = ticket.ticket_id, send.sequence_id
         self.error: str | None = None
         self.is_cut = False
-        """Whether writes were still under way when they had to have ended: their readers must be cut off."""
+        """Whether writes were still in progress after the grace period, so that their readers must be disconnected."""
         self._outgoing, self._writes = OutgoingCopies(endpoint, spec, source, world_rank, ticket), _Writes()
         self._progress = _Progress(self._outgoing.layers, ticket.first, ticket.tokens)
         self._range_bytes = range_bytes
         self._blocks: list[int] = []
-        """Pages of the sequence here."""
+        """Pages of the sequence on this rank."""
         self._ends_s = time.monotonic() + send.lease_s
         self._cut_s = self._ends_s + send.grace_s
         self._held_up_s = 0.0
-        """What beginning writes took of the thread that computes."""
+        """CPU seconds that the compute thread spent on beginning writes."""
         self._computed_at = 0.0
-        """When the last step that computed something to send was over."""
+        """End of the last step that computed something to send, on the monotonic clock."""
 
     @property
     def reader_metadata(self) -> dict[int, bytes]:
-        """Of the ranks that this one writes to."""
+        """Agent metadata of the ranks that this rank writes to, by world rank."""
         return self._outgoing.reader_metadata
 
     def connected(self, peers: dict[int, Peer]) -> None:
-        """Have them, by world rank, before the first step."""
+        """Set the connected peers, by world rank. Must be called before the first step."""
         self._outgoing.connected(peers)
 
     def runs(self, tokens: int, new_blocks: list[int]) -> None:
-        """A step begins, after which the first `tokens` tokens of the sequence are in this rank's pages: `new_blocks` too."""
+        """Begin a step, after which the first `tokens` tokens of the sequence are computed. `new_blocks` are the pages that the
+        step adds to the sequence."""
         self._blocks += new_blocks
         self._progress.begin_step(tokens)
 
     def ran(self, layers: range) -> None:
-        """In `layers` they are by now: send them, with those before that were too few bytes for a write of their own."""
+        """Send the step's positions in `layers`, which have just run, together with earlier layers that have not been sent.
+
+        Layers are held back until their parts reach `range_bytes` together; those of the last range are always sent.
+        """
         ready = self._progress.ready(layers)
         parts, is_last = self._outgoing.parts(ready, self._progress.window), ready.stop == self._outgoing.layers.stop
         too_few = sum(part.num_bytes for part in parts) < self._range_bytes and not is_last
@@ -72,18 +77,18 @@ class PromptSender:
         self._held_up_s += time.thread_time() - began
 
     def computed(self) -> None:
-        """The step is over."""
+        """End the step, and mark its positions as sent."""
         if self._progress.window and self.error is None:
             self._computed_at = time.monotonic()
             self._progress.step_sent()
         self._progress.end_step()
 
     def stop(self, reason: str) -> None:
-        """Begin no more writes."""
+        """Start no further write. `reason` becomes the error, unless there is one already."""
         self.error = self.error or reason
 
     def poll(self) -> KVSent | None:
-        """How it ended, once nothing is under way and nothing more is to come."""
+        """Returns the result once no write is in progress and none will follow, else None. Never blocks."""
         for error in self._writes.poll():
             self.stop(error)
         if self._writes and time.monotonic() > self._cut_s:
@@ -115,35 +120,36 @@ class PromptSender:
 
 
 class _Progress:
-    """How far the tokens ``[first, tokens)`` of a sequence have been sent, and in the step under way, how many layers."""
+    """How much of the tokens ``[first, tokens)`` of a sequence has been sent, and in how many layers in the current step."""
 
     def __init__(self, layers: range, first: int, tokens: int) -> None:
         self._layers, self._tokens = layers, tokens
         self._done = first
         """The first token that has not been sent in every layer."""
         self.window = range(0)
-        """Positions that the step under way computes and that are to be sent."""
+        """Positions to send that the current step computes."""
         self._unsent = layers
-        """Layers in which they have not been."""
+        """Layers in which the positions of the window have not been sent."""
 
     @property
     def is_whole(self) -> bool:
+        """Whether all tokens have been sent in every layer."""
         return self._done == self._tokens
 
     def begin_step(self, tokens: int) -> None:
-        """A step begins, after which the first `tokens` tokens are computed."""
+        """Begin a step, after which the first `tokens` tokens are computed."""
         self.window, self._unsent = range(self._done, min(tokens, self._tokens)), self._layers
 
     def ready(self, layers: range) -> range:
-        """Layers that can be sent once `layers` have run: with those before that have not been."""
+        """Returns the layers that can be sent once `layers` have run, which include earlier layers that have not been sent."""
         return range(self._unsent.start, layers.stop)
 
     def sent(self, layers: range) -> None:
-        """All up to the last of `layers` has been sent, or never will be."""
+        """Mark everything up to the last of `layers` as sent, or as never to be sent."""
         self._unsent = range(layers.stop, self._layers.stop)
 
     def step_sent(self) -> None:
-        """The positions of the window have been sent in all layers."""
+        """Mark the positions of the window as sent in all layers."""
         self._done = self.window.stop
 
     def end_step(self) -> None:
@@ -151,12 +157,12 @@ class _Progress:
 
 
 class _Writes:
-    """The writes of a ticket that are under way, and what has been measured of all."""
+    """The writes of a ticket that are in progress, and the bytes and seconds of all of its writes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.busy_s = 0.0
-        """Seconds in which some were under way."""
+        """Seconds during which at least one write was in progress."""
         self._under_way: list[Sending] = []
         self._busy_since: float | None = None
 
@@ -164,7 +170,7 @@ class _Writes:
         return len(self._under_way)
 
     def start_clock(self) -> None:
-        """Writes are about to begin."""
+        """Start measuring the busy time, unless writes are in progress already. Called before writes begin."""
         if not self._under_way:
             self._busy_since = time.monotonic()
 
@@ -173,7 +179,7 @@ class _Writes:
         self.num_bytes += num_bytes
 
     def poll(self) -> list[str]:
-        """Let go of those that have ended. Returns why some of these failed."""
+        """Drop the writes that have ended. Returns the errors of those that failed."""
         unfinished, errors = list[Sending](), list[str]()
         for sending in self._under_way:
             try:
@@ -185,7 +191,7 @@ class _Writes:
         return errors
 
     def abandon(self) -> None:
-        """Wait for none of them any longer."""
+        """Give up all writes in progress."""
         for sending in self._under_way:
             sending.abandon()
         self._set([])

@@ -1,10 +1,11 @@
-"""When what a step has computed may be read: at once where maths is done when it returns, later where a device queues it.
+"""Ordering of KV sends after the compute that produces the KV: at once on a CPU, one range of layers later on a CUDA device.
 
     host      queue range 0 │ queue range 1 │ wait for 0, send it │ queue range 2 │ wait for 1, send it │ ...
     device          range 0 ─────────────→│ range 1 ─────────────────→│ range 2 ...
 
-The device always has a range to do while the host waits for the one before, and what is gathered for sending is gathered on a
-stream of its own, behind no later range.
+A CPU kernel is finished when it returns; a CUDA device runs its queue asynchronously. The device always has a range of layers
+to compute while the host waits for the previous one. The values to send are gathered on a separate stream, so that the gather
+does not wait for a later range.
 """
 
 from __future__ import annotations
@@ -18,28 +19,31 @@ Act = Callable[[], None]
 
 
 class QueueOrder(Protocol):
-    """Calls what reads values in the order they were computed. Used by one thread."""
+    """Calls functions that read computed values, in the order in which the values are computed. Used by one thread."""
 
     def put(self, act: Act) -> None:
-        """Call `act` once all that is queued by now has run; possibly not before the next call of either method."""
+        """Call `act` once all work queued so far has run. The call may be deferred to the next call of `put` or `flush`."""
 
     def flush(self) -> None:
-        """Call what has not been called."""
+        """Call every deferred function."""
 
 
 class AtOnce:
-    """That of maths which is done when it returns."""
+    """The `QueueOrder` of a device whose operations are finished when they return: functions are called at once."""
 
     def put(self, act: Act) -> None:
         act()
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no function is deferred."""
 
 
 class OneBehind:
-    """That of a CUDA device: an act is called when the next one is put, on a stream that waits for its own moment only. What it
-    reads it must wait for on the current stream. `cuda`: `torch.cuda`, or what behaves so."""
+    """The `QueueOrder` of a CUDA device: a function is called when the next one is put.
+
+    It runs on a separate stream, which waits for the event recorded at its own `put` only. If it needs its results on the host,
+    it must synchronize the current stream. `cuda` is `torch.cuda` or an object with the same interface.
+    """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
@@ -61,5 +65,5 @@ class OneBehind:
 
 
 def queue_order(device: torch.device) -> QueueOrder:
-    """That of a device."""
+    """Returns the `QueueOrder` of `device`."""
     return OneBehind(device) if device.type == "cuda" else AtOnce()

@@ -1,12 +1,12 @@
-"""The staging buffer: small slices are gathered into one run of memory, sent as one range, and scattered where they arrive.
+"""The staging buffer of KV transfers: small slices are gathered into one run of memory, sent as one range, and scattered.
 
-A range costs the transport about as much as some tens of kilobytes (`STAGE_BELOW`), and a copy can be thousands of short ones
-(one head in pages of 16 tokens of 64 bfloat16 values: 2 KiB). Gathered, a copy is
+The fixed cost of a range in the transport equals that of some tens of kilobytes (`STAGE_BELOW`), and a copy can consist of
+thousands of short ranges (one head in pages of 16 tokens of 64 bfloat16 values: 2 KiB). A gathered copy is
 
     [layers of the copy, planes, heads of the copy, positions, kv_dim]
 
-on both sides, exactly its bytes. The rule: a copy is staged where its ranges are shorter than `STAGE_BELOW` on average, there
-is more than one, and both sides have room; else its ranges go straight into the pages.
+on both sides, without padding. A copy is staged if it has more than one range, its ranges are shorter than `STAGE_BELOW` on
+average, and both sides have room. Otherwise its ranges are written straight into the pages.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from actors.model.kv.kv_cache import KVCache
 from placement.ownership.handoff import Copy
 
 STAGE_BELOW = 32 * 1024
-"""Bytes of a range from which on it goes by itself."""
+"""Average range size, in bytes, below which a copy is staged."""
 
 _ALIGN = 64
 
 
 def is_small(num_ranges: int, num_bytes: int) -> bool:
-    """Whether a copy of so many ranges is better sent as one."""
+    """Whether a copy of `num_bytes` in `num_ranges` ranges is cheaper to send as one staged range."""
     return num_ranges > 1 and num_bytes < num_ranges * STAGE_BELOW
 
 
 class Staging:
-    """A buffer of `memory` [bytes] in which runs are reserved and released, first fit."""
+    """A first-fit allocator of runs in the buffer `memory` [bytes]."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self._taken: dict[int, int] = {}
-        """Start of each reserved run -> its end."""
+        """End of each reserved run, by its start."""
 
     @property
     def num_reserved(self) -> int:
-        """Bytes that are reserved, alignment included."""
+        """Reserved bytes, alignment included."""
         return sum(end - start for start, end in self._taken.items())
 
     def reserve(self, num_bytes: int) -> int | None:
-        """Where a run of so many bytes begins; None: there is no room now."""
+        """Reserve a run of `num_bytes`. Returns its first byte, or None if there is no room at the moment."""
         size, start = -(-num_bytes // _ALIGN) * _ALIGN, 0
         for taken, end in sorted(self._taken.items()):
             if taken - start >= size:
@@ -54,11 +54,11 @@ class Staging:
         return start
 
     def release(self, start: int) -> None:
-        """Give back the run that begins at `start`. Raises `KeyError` where none does."""
+        """Release the run that begins at `start`. Raises `KeyError` if no run begins there."""
         del self._taken[start]
 
     def view(self, start: int, cache: KVCache, copy: Copy) -> Tensor:
-        """The run of a copy as [layers, planes, heads, positions, kv_dim] in the cache's dtype."""
+        """Returns the run of `copy` at `start` as a view [layers, planes, heads, positions, kv_dim] in the cache's dtype."""
         shape = (len(copy.layers), cache.planes, len(copy.kv_heads), len(copy.positions), cache.head_dim)
         size = cache.dtype.itemsize
         for extent in shape:
@@ -67,14 +67,15 @@ class Staging:
 
 
 def gather(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, into: Tensor) -> None:
-    """Put a copy's values, which lie at `slots` of the cache whose heads begin at `first_head`, into a staged run."""
+    """Copy the values of `copy` from `slots` of the cache into the staged run `into`. The cache's heads begin at
+    `first_head`."""
     heads = slice(copy.kv_heads.start - first_head, copy.kv_heads.stop - first_head)
     for staged, layer in zip(into, copy.layers, strict=True):
         torch.index_select(cache.runs(layer)[:, heads], 2, slots.to(cache.device), out=staged)
 
 
 def scatter(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, staged: Tensor) -> None:
-    """The way back: put a staged run into the cache's `slots`."""
+    """Copy a staged run into `slots` of the cache: the inverse of `gather`."""
     heads = slice(copy.kv_heads.start - first_head, copy.kv_heads.stop - first_head)
     for values, layer in zip(staged, copy.layers, strict=True):
         cache.runs(layer)[:, heads].index_copy_(2, slots.to(cache.device), values)

@@ -1,13 +1,13 @@
-"""Moving bytes from this process's memory into another's, without the other doing anything: the interface.
+"""The KV transport interface: one-sided writes from this process's memory into the registered memory of another process.
 
     writer                                        reader
-                                    register ←─── its pools (one tensor a layer)
+                                    register ←─── its pools (one tensor per layer)
     connect(description)  ←─────────── describe
-    write(peer, ranges, tag)  ══ bytes ══════→    memory it reserved before
-                              ── tag ────────→    poll: the bytes lie there (data always before the tag)
+    write(peer, ranges, tag)  ══ bytes ══════→    memory it has reserved before
+                              ── tag ────────→    poll: the bytes have arrived (data always precedes the tag)
 
-A pool is named by a number: that of its layer, or `STAGING`. `actors.kv_transfer.local` is the transport of one process, for
-tests; `actors.kv_transfer.nixl_transport` the one between processes and hosts.
+A pool is identified by the number of its layer, or by `STAGING`. `actors.kv_transfer.local` implements the interface within one
+process, for tests, and `actors.kv_transfer.nixl_transport` between processes and hosts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 STAGING = -1
-"""The pool through which small slices go (`actors.kv_transfer.staging`)."""
+"""The pool of the staging buffer, through which small slices are sent (`actors.kv_transfer.staging`)."""
 
 
 class TransferError(RuntimeError):
-    """A transfer that could not be begun or ended: names the peer, and what was to be moved."""
+    """Raised when a transfer cannot be started or completed. The message names the peer and the transfer."""
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Runs of bytes to move, [runs, 5]: pool and offset on the writer's side, pool and offset on the other, length."""
+    """Runs of bytes to move, [runs, 5]: pool and offset on the writer's side, pool and offset on the peer's side, length."""
 
     table: NDArray[np.int64]
 
     @classmethod
     def single(cls, pool: int, offset: int, peer_pool: int, peer_offset: int, length: int) -> Ranges:
+        """Returns a single run of `length` bytes."""
         return cls(np.array([[pool, offset, peer_pool, peer_offset, length]], np.int64))
 
     def __len__(self) -> int:
@@ -44,12 +45,14 @@ class Ranges:
 
     @property
     def num_bytes(self) -> int:
+        """Total length of all runs."""
         return int(self.table[:, 4].sum())
 
     def check(self, own: Mapping[int, int], peers: Mapping[int, int]) -> None:
-        """Raise `ValueError` unless every run lies inside a pool on both sides; the mappings say how long each pool is.
+        """Raises `ValueError` unless every run lies inside a pool on both sides. `own` and `peers` map pools to their sizes in
+        bytes.
 
-        A write past a pool's end would land in memory that is someone else's.
+        A write past the end of a pool would overwrite unrelated memory.
         """
         for side, sizes, pool_column in (("own", own, 0), ("the peer's", peers, 2)):
             for pool in np.unique(self.table[:, pool_column]).tolist():
@@ -63,64 +66,64 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a peer said with its bytes, which have arrived."""
+    """The notification that the bytes of a peer's write have arrived, with the tag that the peer gave it."""
 
     peer: str
     tag: bytes
 
 
 class Transfer(Protocol):
-    """A write under way. The writer's bytes must stay as they are until it is done."""
+    """A write in progress. The writer's bytes must not change until it is done."""
 
     def is_done(self) -> bool:
-        """Whether the bytes are there. Raises `TransferError` where they never will be."""
+        """Whether the bytes have arrived at the peer. Raises `TransferError` if the write has failed."""
         ...
 
 
 class Transport(Protocol):
-    """One process's end. Not safe for several threads at once."""
+    """The transport endpoint of one process. Not thread-safe."""
 
     bytes_sent: int
     """Payload bytes of all writes so far."""
 
     def register(self, pools: Mapping[int, Tensor]) -> None:
-        """Make contiguous tensors known as pools, once, before `describe`."""
+        """Register contiguous tensors as pools. Called once, before `describe`."""
         ...
 
     def describe(self) -> bytes:
-        """What a peer needs to write here."""
+        """Returns the description that a peer needs to write to this process."""
         ...
 
     def connect(self, description: bytes) -> str:
-        """Be able to write to the peer that described itself so; its name. Connecting again replaces what was known of it.
+        """Connect to the peer with this description, and return its name. A new connection replaces an earlier one.
 
-        Raises `TransferError` where it cannot be reached or is not understood.
+        Raises `TransferError` if the peer cannot be reached or its description cannot be read.
         """
         ...
 
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> Transfer:
-        """Begin to write own bytes into the peer's pools; it is told `tag` once all of them are there.
+        """Begin to write bytes of this process's pools into the peer's pools. The peer receives `tag` once all have arrived.
 
-        Without ranges only the tag goes. Raises `ValueError` for ranges outside the pools, `TransferError` where the peer
+        Without ranges only the tag is sent. Raises `ValueError` for ranges outside the pools, and `TransferError` if the peer
         is not connected.
         """
         ...
 
     def poll(self) -> list[Notice]:
-        """What has arrived since the last call. Never waits."""
+        """Returns the notices of the writes that have arrived since the last call. Never blocks."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer; nothing where it is not known."""
+        """Disconnect from `peer`; does nothing if it is not connected."""
         ...
 
     def close(self) -> None:
-        """Give the pools back to their owner. Nothing may be under way."""
+        """Deregister the pools. No transfer may be in progress."""
         ...
 
 
 def checked_pools(pools: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The pools as flat bytes. Raises `ValueError` where one is not contiguous: its offsets would mean nothing."""
+    """Returns the pools as flat bytes. Raises `ValueError` if one is not contiguous, since byte offsets require contiguity."""
     broken = [pool for pool, tensor in pools.items() if not tensor.is_contiguous()]
     if broken:
         raise ValueError(f"pools {broken} are not contiguous")
@@ -128,5 +131,5 @@ def checked_pools(pools: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, [bytes]."""
+    """Returns a view of the memory of a contiguous tensor, [bytes] uint8."""
     return tensor.view(-1).view(torch.uint8)
