@@ -1,4 +1,4 @@
-"""Putting the part that a rank needs together from parts that other ranks wrote, under any layout."""
+"""Assembly of a block part from stored parts that ranks of any layout wrote: the resharding of offloaded KV blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from actors.kv_offload.block_part import BlockPart, KVFormat
 from placement.model.spec import DTYPE_BYTES
 
 ReadBytes = Callable[[BlockPart], bytes | None]
-"""The bytes of a part; None where it is gone, or damaged."""
+"""Returns the bytes of a part, or None if it is gone or damaged."""
 
 
 def assemble(kv_format: KVFormat, wanted: BlockPart, there: Iterable[BlockPart], load: ReadBytes) -> bytes | None:
-    """The bytes of `wanted`, made of the overlaps with block parts that are `there`; None where some of it is missing.
+    """Returns the bytes of `wanted`, assembled from its overlaps with the stored parts `there`, or None if incomplete.
 
-    The largest overlaps are taken first, and only parts with something still missing are loaded. A part that cannot be loaded,
-    or has another size than its name says, is as if it were not there.
+    The largest overlaps are used first, and a part is loaded only if it contributes something that is still missing. A part
+    that cannot be loaded, or whose size does not match its name, is treated as absent.
     """
     overlaps = [(part, both) for part in there if (both := wanted.overlap(part)) is not None]
     overlaps.sort(key=lambda pair: (-pair[1].size, str(pair[0])))
@@ -43,7 +43,7 @@ def assemble(kv_format: KVFormat, wanted: BlockPart, there: Iterable[BlockPart],
 
 
 def covers(wanted: BlockPart, there: Iterable[BlockPart]) -> bool:
-    """Whether `wanted` could be put together from these."""
+    """Whether `wanted` can be assembled from the parts `there`."""
     missing = np.ones((len(wanted.layers), len(wanted.kv_heads), len(wanted.positions)), bool)
     for part in there:
         both = wanted.overlap(part)

@@ -1,4 +1,4 @@
-"""A thread that writes parts to the shared tier, so that the step loop never waits for a disk."""
+"""A background thread that writes block parts to the shared tier, so that the step loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Stores what it is given in `tier`, in order. At most `limit_bytes` wait; beyond that parts are turned away: a slow
-    disk costs hits, not time."""
+    """Writes the parts that it is offered to `tier`, in order.
+
+    At most `limit_bytes` are queued; further parts are rejected, so that a slow disk lowers the hit rate and does not delay
+    steps.
+    """
 
     def __init__(self, tier: SharedTier, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -29,7 +32,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def offer(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Write it some time; False where too much waits already, or this is closed. Never waits."""
+        """Queue a part to be written. Returns false if the queue is full or the writer is closed. Never blocks.
+
+        `place` is the index of the block in its sequence.
+        """
         with self._changed:
             if self._closed or self._waiting_bytes + len(data) > self.limit_bytes:
                 self.num_turned_away += 1
@@ -40,19 +46,23 @@ class BackgroundWriter:
             return True
 
     def flush(self, timeout_s: float) -> None:
-        """Return when all that was offered has been written. Raises `TimeoutError`."""
+        """Wait until all queued parts have been written. Raises `TimeoutError` after `timeout_s` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting_bytes == 0, timeout_s):
-                raise TimeoutError(f"{self._waiting_bytes:,} bytes still wait to be written to the tier after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"{self._waiting_bytes:,} bytes are not yet written to the shared tier after {timeout_s:g} s"
+                )
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits and end the thread. Raises `TimeoutError` where that takes longer."""
+        """Write all queued parts and end the thread. Raises `TimeoutError` if that takes longer than `timeout_s` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the tier's writer has not ended after {timeout_s:g} s; {self._waiting_bytes:,} bytes wait")
+            raise TimeoutError(
+                f"the tier's writer has not ended after {timeout_s:g} s; {self._waiting_bytes:,} bytes are queued"
+            )
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:

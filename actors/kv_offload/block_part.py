@@ -1,11 +1,12 @@
-"""Names of what tiers hold: a block, and which logical part of it.
+"""Names of the KV blocks and block parts that the offload tiers store.
 
-A block is the KV of `block_tokens` tokens of a sequence, named by the model that made it, the dtype of its values, and the
-hash of its tokens and all before them (`actors.engine.kv.prefix`). A rank has only a part of it, and what part is said in terms
-of the whole model, never of the rank: so a block that was written under one layout can be read under another::
+A block is the KV of `block_tokens` tokens of a sequence. Its name is derived from the model, the dtype of the values, and the
+hash of its tokens and of all tokens before them (`actors.engine.kv.prefix`). A rank holds only a part of a block. The part is
+described by layers and heads of the whole model, not of the rank, so a block that was written under one layout can be read
+under another::
 
-    tp=2 wrote             layers 0-3, head 0    and    layers 0-3, head 1
-    pp=2 reads             layers 0-1, heads 0-1   =    half of each of them
+    tp=2 has written       layers 0-3, head 0    and    layers 0-3, head 1
+    pp=2 reads             layers 0-1, heads 0-1   =    half of each of the two
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
 
 BlockName = str
-"""64 hexadecimal digits."""
+"""The name of a block: 64 hexadecimal digits."""
 
 _FORMAT = b"shardwright/tier/1\0"
 _TEXT = re.compile(r"l(\d+)-(\d+)_h(\d+)-(\d+)_p(\d+)-(\d+)")
@@ -25,21 +26,23 @@ _TEXT = re.compile(r"l(\d+)-(\d+)_h(\d+)-(\d+)_p(\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Part of a block: layers and KV heads of the whole model, positions within the block. Its bytes are
-    [layers, planes, heads, positions, values], contiguous."""
+    """A part of a block: layers and KV heads of the whole model, and positions within the block.
+
+    Its bytes are [layers, planes, heads, positions, values], contiguous.
+    """
 
     layers: range
     kv_heads: range
     positions: range
 
     def __str__(self) -> str:
-        """``l0-4_h0-1_p0-16``: the ends are not included."""
+        """Returns the part as text, as in ``l0-4_h0-1_p0-16``. The ends are exclusive."""
         ranges = (("l", self.layers), ("h", self.kv_heads), ("p", self.positions))
         return "_".join(f"{letter}{each.start}-{each.stop}" for letter, each in ranges)
 
     @classmethod
     def parse(cls, text: str) -> BlockPart | None:
-        """The inverse of ``str()``; None for any other text."""
+        """Returns the part that `text` names: the inverse of ``str()``. Returns None for any other text."""
         found = _TEXT.fullmatch(text)
         if found is None:
             return None
@@ -47,7 +50,7 @@ class BlockPart:
         return cls(range(*ends[:2]), range(*ends[2:4]), range(*ends[4:]))
 
     def overlap(self, other: BlockPart) -> BlockPart | None:
-        """What both cover; None: nothing."""
+        """Returns the part that both cover, or None if they are disjoint."""
         both = BlockPart(
             _overlap(self.layers, other.layers),
             _overlap(self.kv_heads, other.kv_heads),
@@ -57,11 +60,11 @@ class BlockPart:
 
     @property
     def size(self) -> int:
-        """Positions of heads in layers."""
+        """Number of (layer, head, position) triples."""
         return len(self.layers) * len(self.kv_heads) * len(self.positions)
 
     def within(self, outer: BlockPart) -> BlockPart:
-        """The same in the numbering of `outer`, which covers it: every range begins where outer's begins."""
+        """Returns the same part relative to `outer`, which covers it: ranges count from the start of outer's."""
         return replace(
             self,
             layers=_shifted(self.layers, outer.layers.start),
@@ -72,7 +75,7 @@ class BlockPart:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """What the bytes of every part of a model are made of."""
+    """The format of the KV values of a model, which all its block parts share."""
 
     model_digest: str
     dtype: DType
@@ -82,14 +85,15 @@ class KVFormat:
 
     @classmethod
     def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, block_tokens: int) -> KVFormat:
+        """Returns the format of a model's KV in `dtype`, in blocks of `block_tokens` tokens."""
         return cls(model_digest, dtype, spec.kv_planes, spec.kv_dim, block_tokens)
 
     def num_bytes(self, part: BlockPart) -> int:
-        """Bytes of a part."""
+        """Returns the size of a part in bytes."""
         return part.size * self.planes * self.kv_dim * DTYPE_BYTES[self.dtype]
 
     def name(self, block_hash: bytes) -> BlockName:
-        """The name of the block with this hash: another one under every model, dtype and format of its values."""
+        """Returns the name of the block with this hash. It differs between models, dtypes and value formats."""
         kv_format = f"{self.model_digest}/{self.dtype}/{self.planes}x{self.kv_dim}/{self.block_tokens}/".encode()
         return hashlib.sha256(_FORMAT + kv_format + block_hash).hexdigest()
 

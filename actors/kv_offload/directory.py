@@ -1,13 +1,13 @@
-"""The shared tier in a directory: a folder a block, a file a part, bounded in bytes for all processes together.
+"""The shared KV tier in a directory: one folder per block, one file per part, with one size limit for all processes together.
 
-    DIR/shardwright-kv-1/.ledger                     bytes of all files; locked by whoever adds or removes some
+    DIR/shardwright-kv-1/.ledger                     total size of all files; locked while files are added or removed
     DIR/shardwright-kv-1/ab/abcd…64/l0-4_h0-1_p0-16  a part (`actors.kv_offload.file_format`)
-    DIR/shardwright-kv-1/ab/abcd…64/.new-…           one being written: renamed when it is whole
+    DIR/shardwright-kv-1/ab/abcd…64/.new-…           a part being written: renamed once it is complete
 
-Whatever else lies there is a person's, and left alone. A file appears by a rename, so whatever ends a process leaves no
-half-written part under a part's name. Use is noted as the file's modification time, earlier for the later blocks of a
-sequence; whoever finds no room left removes the files used longest ago. The ledger counts a file before it appears, so after a
-kill it can say too much, never too little; removing files counts them anew.
+Other files in the directory are never touched. A part appears by a rename, so a process that is killed leaves no half-written
+file under the name of a part. The modification time of a file records its last use, set earlier for later blocks of a sequence;
+a process that needs room removes the least recently used files. The ledger counts a file before it appears, so after a kill its
+total can be too high but never too low; making room recounts the files.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ from actors.kv_offload.file_format import decode, encode
 from actors.kv_offload.ledger import Ledger
 
 _KEEP = 0.9
-"""How full the directory is left by making room, so that not every part has to."""
+"""Fraction of the limit that is kept when room is made, so that not every store has to make room."""
 _PLACE_S = 0.1
-"""How much longer ago a block counts as used than the one before it, so that of a sequence its end goes first: more than what
-computing a block takes, and little beside the age of what is given up."""
+"""Seconds by which the recorded use of a block precedes that of the block before it, so that eviction drops a sequence's tail
+first. It is longer than the compute time of a block, and small compared with the age of evicted files."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
 
 
 class DirectoryTier:
-    """At most `limit_bytes` of files in `directory`, which is made where it is not there. Raises `DirectoryError`."""
+    """The `SharedTier` in `directory`, with at most `limit_bytes` of files. The directory is created if it does not exist.
+
+    Raises `DirectoryError` if the directory cannot be used.
+    """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
         self.num_damaged = 0
-        """Files that were not what they should be: misses, and removed."""
+        """Number of damaged files found. Each counts as a miss and is removed."""
         self._own = key_layout.own_folder(directory)
         self._pins: Counter[BlockName] = Counter()
         self._pins_lock = Lock()
         self._condemned: set[Path] = set()
-        """Damaged files that are still there, because another process had the ledger."""
+        """Damaged files that are not removed yet, because another process had locked the ledger."""
         self._warned: set[int | None] = set()
         try:
             self._ledger = Ledger(self._own / ".ledger")
@@ -57,7 +60,7 @@ class DirectoryTier:
         try:
             with self._ledger.locked():
                 self._count_anew()
-        except OSError as error:  # another process is at it; whoever makes room counts
+        except OSError as error:  # another process holds the ledger; the next one to make room recounts
             self._warn_once(error)
 
     def parts(self, block: BlockName) -> list[BlockPart]:
@@ -76,9 +79,9 @@ class DirectoryTier:
         data = decode(content, block, part)
         if data is None:
             self.num_damaged += 1
-            logger.warning("%s is damaged or not what its name says: removed, and counted as a miss", path)
+            logger.warning("%s is damaged or does not match its name: it is removed, and counts as a miss", path)
             self._condemned.add(path)
-            with suppress(OSError), self._ledger.locked(wait_s=0):  # else the next store does it: a step waits for this
+            with suppress(OSError), self._ledger.locked(wait_s=0):  # a step waits for this: if locked, the next store does it
                 self._remove_condemned()
             return None
         self._used(path, place)
@@ -96,7 +99,7 @@ class DirectoryTier:
         except OSError as error:
             if error.errno not in _FULL:
                 return self._warn_once(error)
-        try:  # the disk is smaller than the limit, or others fill it
+        try:  # the disk is smaller than the limit, or other files fill it
             with self._ledger.locked():
                 self._make_room(len(content), self._count_anew())
             return self._written(path, content, place)
@@ -113,20 +116,20 @@ class DirectoryTier:
             self._pins = +self._pins
 
     def close(self) -> None:
-        """Close the ledger. Nothing may be called afterwards."""
+        """Close the ledger. The tier cannot be used afterwards."""
         self._ledger.close()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files as the ledger has them; counted, where it has no number."""
+        """Total size of all files according to the ledger; the files are counted if the ledger has no number."""
         total = self._ledger.total
         return key_layout.num_bytes(self._own) if total is None else total
 
     def _warn_once(self, error: OSError) -> bool:
-        """Log a kind of failure once, as every block may meet it. Always False."""
+        """Log each kind of failure once, since it may affect every block. Always returns false."""
         if error.errno not in self._warned:
             self._warned.add(error.errno)
-            logger.warning("%s: %s; blocks are not kept there while that lasts, and this is said once", self.directory, error)
+            logger.warning("%s: %s; no blocks are stored there while this lasts (logged once)", self.directory, error)
         return False
 
     def _used(self, path: Path, place: int) -> None:
@@ -135,7 +138,7 @@ class DirectoryTier:
             os.utime(path, (at, at))
 
     def _written(self, path: Path, content: bytes, place: int) -> bool:
-        """Write a file and let it appear. Raises `OSError`."""
+        """Write a file and rename it to `path`. Returns whether there was room. Raises `OSError`."""
         new = key_layout.unfinished(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +151,10 @@ class DirectoryTier:
                 new.unlink(missing_ok=True)
 
     def _admit(self, new: Path, path: Path, size: int, place: int) -> bool:
-        """Let a written file appear under its name, with room made for it. The ledger is locked."""
+        """Rename a written file to its final name, making room for it. Returns false if there is no room.
+
+        The ledger must be locked.
+        """
         if path.is_file():  # another process was faster
             return True
         total = self._total()
@@ -162,8 +168,10 @@ class DirectoryTier:
         return True
 
     def _make_room(self, size: int, full: int) -> int:
-        """Remove the files used longest ago until what stays is `_KEEP` of `full` bytes and `size` more fit into those; bytes
-        of the files that stay."""
+        """Remove the least recently used files until the rest is at most `_KEEP` of `full` bytes, with `size` more to spare.
+
+        Blocks that this process has pinned are kept. Returns the total size of the remaining files.
+        """
         files = sorted(key_layout.files(self._own))
         total = sum(each for _, each, _ in files)
         target = min(full * _KEEP, full - size)
@@ -179,7 +187,7 @@ class DirectoryTier:
         return total
 
     def _remove_condemned(self) -> None:
-        """The ledger is locked."""
+        """Remove the damaged files. The ledger must be locked."""
         while self._condemned:
             path = self._condemned.pop()
             with suppress(OSError):
@@ -188,7 +196,7 @@ class DirectoryTier:
                 self._ledger.write(max(0, self._total() - size))
 
     def _total(self) -> int:
-        """Bytes of all files; the ledger is locked, and put right where it has no number."""
+        """Returns the total size of all files, which is recounted if the ledger has no number. The ledger must be locked."""
         total = self._ledger.total
         return self._count_anew() if total is None else total
 

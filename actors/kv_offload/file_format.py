@@ -1,9 +1,9 @@
-"""A part of a block as a file: what it is, then its bytes, under one checksum.
+"""The file format of a block part: a header that identifies the part, then its bytes, under one checksum.
 
     "SWKV" | checksum of all that follows, 16 bytes (BLAKE2b) | header length u32 | header (msgpack) | bytes of the part
 
-Whatever is not exactly that, for exactly the part that was asked for, is a miss: a flipped bit anywhere, a file cut short or
-too long, another version, a file under another's name.
+A file that does not match exactly is a miss: a flipped bit anywhere, a truncated or extended file, another version, or a file
+under another part's name.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class _Header(Message):
 
 
 def encode(block: BlockName, part: BlockPart, data: bytes) -> bytes:
-    """The file of a part."""
+    """Returns the content of the file of a part."""
     header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=len(data)).pack()
     body = b"".join((_LENGTH.pack(len(header)), header, data))
     return b"".join((_MAGIC, _checksum(body), body))
 
 
 def decode(content: bytes, block: BlockName, part: BlockPart) -> bytes | None:
-    """The bytes of this part of this block in a file; None where the file is not whole, or is that of something else."""
+    """Returns the bytes of this part of this block from the content of a file, or None if the file is damaged or belongs to
+    another part."""
     start = len(_MAGIC) + _SUM_BYTES
     body = content[start:]
     if len(body) < _LENGTH.size or content[:start] != _MAGIC + _checksum(body):
@@ -55,7 +56,7 @@ def decode(content: bytes, block: BlockName, part: BlockPart) -> bytes | None:
 
 
 def file_bytes(block: BlockName, part: BlockPart, num_bytes: int) -> int:
-    """Length of the file of a part of so many bytes."""
+    """Returns the size of the file of a part whose data has `num_bytes`."""
     header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=num_bytes).pack()
     return len(_MAGIC) + _SUM_BYTES + _LENGTH.size + len(header) + num_bytes
 

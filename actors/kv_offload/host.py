@@ -1,4 +1,4 @@
-"""The tier in host memory: parts of blocks by name, the least recently used given up first, bounded in bytes."""
+"""The KV tier in host memory: block parts by name, with a size limit and least-recently-used (LRU) eviction."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from actors.kv_offload.block_part import BlockName, BlockPart
 
 
 class HostTier:
-    """At most `limit_bytes` of parts. Safe for several threads. A pinned block stays whatever comes."""
+    """Stores at most `limit_bytes` of block parts. A pinned block is never evicted. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self.num_evicted = 0
         self._held: OrderedDict[BlockName, dict[BlockPart, bytes]] = OrderedDict()
-        """Least recently used first."""
+        """The stored parts by block, least recently used block first."""
         self._pins: Counter[BlockName] = Counter()
         self._lock = Lock()
 
     def parts(self, block: BlockName) -> list[BlockPart]:
-        """What is here of a block. Does not count as use."""
+        """Returns the stored parts of a block. Does not count as a use of it."""
         with self._lock:
             return list(self._held.get(block, ()))
 
     def load(self, block: BlockName, part: BlockPart) -> bytes | None:
-        """The bytes of a part, which counts as use of its block; None where it is not here."""
+        """Returns the bytes of a part, or None if it is not stored. Counts as a use of its block."""
         with self._lock:
             found = self._held.get(block, {}).get(part)
             if found is not None:
@@ -35,7 +35,7 @@ class HostTier:
             return found
 
     def store(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
-        """Keep a part, giving up blocks used longer ago; False where even that leaves no room (all else is pinned)."""
+        """Store a part, evicting less recently used blocks if needed. Returns false if too much is pinned to make room."""
         with self._lock:
             before = len(self._held.get(block, {}).get(part, b""))
             if not self._make_room(block, len(data) - before):
@@ -46,11 +46,12 @@ class HostTier:
             return True
 
     def pin(self, blocks: Iterable[BlockName]) -> None:
-        """Keep these blocks until as many `unpin`; a block that is not here yet is pinned once it comes."""
+        """Protect blocks from eviction until each pin is undone by an `unpin`. A block can be pinned before it is stored."""
         with self._lock:
             self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[BlockName]) -> None:
+        """Undo one `pin` of each block."""
         with self._lock:
             for block in blocks:
                 assert self._pins[block] > 0, f"block {block} is unpinned more often than it was pinned"
@@ -59,7 +60,7 @@ class HostTier:
                     del self._pins[block]
 
     def _make_room(self, block: BlockName, more: int) -> bool:
-        """Give up blocks other than `block` until `more` bytes fit; none if that cannot be reached."""
+        """Evict blocks other than `block` until `more` bytes fit. Evicts nothing and returns false if they cannot fit."""
         excess = self.num_bytes + more - self.limit_bytes
         going: list[BlockName] = []
         for candidate, parts in self._held.items():

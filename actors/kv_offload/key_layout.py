@@ -1,4 +1,4 @@
-"""Where the files of a directory tier lie, and which files are its own: no other file is ever counted or removed."""
+"""Paths of the files of a directory tier, and the recognition of its own files: no other file is ever counted or removed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from pathlib import Path
 from actors.kv_offload.block_part import BlockName, BlockPart
 
 OWN_FOLDER = "shardwright-kv-1"
-"""The folder in a person's directory that is ours."""
+"""Name of the folder that the tier owns inside the user's directory."""
 _STALE_S = 600.0
-"""A file still being written after this long has lost its writer."""
+"""Age in seconds from which an unfinished file is treated as abandoned by its writer."""
 _SHORT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"[0-9a-f]{64}")
 _NEW = re.compile(r"\.new-[0-9a-f]{32}")
 
 
 class DirectoryError(ValueError):
-    """A directory that cannot hold blocks: says which, and why."""
+    """Raised when a directory cannot store blocks. The message names the directory and the reason."""
 
 
 def own_folder(directory: Path) -> Path:
-    """Our folder in `directory`; both are made where they are not there. Raises `DirectoryError`."""
+    """Returns the tier's folder in `directory`; both are created if they do not exist. Raises `DirectoryError` if the folder
+    cannot be created, read or written."""
     own = directory / OWN_FOLDER
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -41,28 +42,28 @@ _WORKS = "give a directory that can be made and written on every machine with ra
 
 
 def folder(own: Path, block: BlockName) -> Path:
-    """Where the parts of a block lie."""
+    """Returns the folder of the parts of a block."""
     return own / block[:2] / block
 
 
 def unfinished(path: Path) -> Path:
-    """A name beside `path` for what is being written."""
+    """Returns a temporary path next to `path`, for a file that is being written."""
     return path.with_name(f".new-{uuid.uuid4().hex}")
 
 
 def files(own: Path) -> Iterator[tuple[int, int, Path]]:
-    """(when used last in ns, bytes, path) of every part, and of those whose writers are gone."""
+    """Yields (time of last use in ns, size in bytes, path) of every part, and of every file that its writer has abandoned."""
     for short in _folders(own, _SHORT):
         for block in _folders(short, _BLOCK):
             for entry in _entries(block):
-                with suppress(OSError):  # removed meanwhile
+                with suppress(OSError):  # removed in the meantime
                     found = entry.stat(follow_symlinks=False)
                     if entry.is_file(follow_symlinks=False) and _is_part_or_stale(entry.name, found.st_mtime):
                         yield found.st_mtime_ns, found.st_size, Path(entry.path)
 
 
 def num_bytes(own: Path) -> int:
-    """Bytes of all of those."""
+    """Returns the total size of all `files`."""
     return sum(size for _, size, _ in files(own))
 
 

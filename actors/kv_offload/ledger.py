@@ -1,4 +1,4 @@
-"""What all processes that share a directory know together: how many bytes it holds, and whose turn it is to change that."""
+"""The ledger of a directory that several processes share: a lock file that stores the total size of the directory's files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from threading import Lock
 
 LOCK_WAIT_S = 2.0
-"""A store that waits longer for its turn is given up: a process that was stopped with the lock must not stop others."""
+"""Seconds after which waiting for the lock fails, so that a process suspended while holding it does not block the others."""
 _POLL_S = 0.01
 _DIGITS = 32
 
 
 class Ledger:
-    """A file with a number, locked by whoever changes it. Raises `OSError` where it cannot be opened."""
+    """A file that stores the total size, and the lock under which it is changed. Raises `OSError` if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,19 +26,19 @@ class Ledger:
 
     @property
     def total(self) -> int | None:
-        """Bytes of all files; None where what is written there is no number."""
+        """The stored total size of all files in bytes, or None if the file contains no number."""
         text = os.pread(self._file, _DIGITS, 0).strip()
         return int(text) if text.isdigit() else None
 
     def write(self, total: int) -> None:
-        """Say that there are `total` bytes. Raises `OSError`."""
+        """Store `total` as the total size in bytes. Raises `OSError`."""
         os.pwrite(self._file, f"{total:<{_DIGITS}d}".encode(), 0)
 
     @contextmanager
     def locked(self, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-        """Be the only thread of the only process that changes what is there. Raises `TimeoutError` after `wait_s` seconds."""
+        """Hold the lock, which excludes all other threads and processes. Raises `TimeoutError` after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
-        if not self._lock.acquire(timeout=wait_s):  # a file lock is the process's: between its threads it does not hold
+        if not self._lock.acquire(timeout=wait_s):  # a file lock does not exclude threads of one process
             raise TimeoutError(self._busy(wait_s))
         try:
             self._turn(deadline, wait_s)
@@ -50,7 +50,7 @@ class Ledger:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the file. Nothing may be called afterwards."""
+        """Close the file. The ledger cannot be used afterwards."""
         os.close(self._file)
 
     def _turn(self, deadline: float, wait_s: float) -> None:
@@ -63,4 +63,4 @@ class Ledger:
             time.sleep(_POLL_S)
 
     def _busy(self, wait_s: float) -> str:
-        return f"{self.path} was locked by another process, or thread, for {wait_s:g} s"
+        return f"{self.path} was locked by another process or thread for {wait_s:g} s"

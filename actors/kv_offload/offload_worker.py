@@ -1,9 +1,9 @@
-"""A rank's part with the tiers: it puts away what plans name, and fetches what they ask for while steps run.
+"""The worker side of KV offload: one rank saves the blocks that plans name, and fetches blocks while steps run.
 
-    plan ──saves────→ copied to host memory before the step, so whoever gets the pages next may write them
-         ──fetches──→ (a thread) ──→ pages filled ──→ KVReport.fetched: how many blocks
+    plan ──saves────→ copied to host memory before the step, so that the pages can be reused at once
+         ──fetches──→ (a thread) ──→ pages filled ──→ KVReport.fetched: number of blocks
 
-The pages of a fetch belong to a sequence that no plan runs before every rank has told.
+The pages of a fetch belong to a sequence that no plan runs before every rank has reported its fetch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloadWorker:
-    """One rank's. Its methods are called from the rank's thread."""
+    """The KV offload of one rank. Its methods are called from the rank's thread."""
 
     def __init__(self, config: RankConfig, identity: RankIdentity, cache: KVCaches, settings: TierConfig) -> None:
         side = identity.side
@@ -54,11 +54,11 @@ class KVOffloadWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether to poll."""
+        """Whether a fetch is in progress, so that `poll` must be called."""
         return self._num_open > 0
 
     def before(self, plan: StepPlan) -> None:
-        """What a plan asks for before its step."""
+        """Save the blocks that `plan` names, and begin its fetches. Called before the step."""
         for save in plan.saves:
             if save.dp_rank == self._dp_rank:
                 table = PageTable(self._held.ownership, save.blocks)
@@ -70,7 +70,7 @@ class KVOffloadWorker:
                 self._asked.put(fetch)
 
     def poll(self) -> KVReport | None:
-        """The fetches that are done since the last call, if any are. Never waits."""
+        """Returns the fetches that have completed since the last call, or None if there are none. Never blocks."""
         with self._lock:
             done, self._done = self._done, {}
         self._num_open -= len(done)
@@ -81,7 +81,7 @@ class KVOffloadWorker:
         return KVReport(world_rank=self._rank, fetched=done, tier_hits=fresh)
 
     def close(self) -> None:
-        """End the thread, and write what waits."""
+        """End the thread, and write all queued parts to the shared tier."""
         self._asked.put(None)
         self._thread.join()
         self.tiers.close()
@@ -100,23 +100,23 @@ class KVOffloadWorker:
                 found = self._blocks.load(range(fetch.first, fetch.first + len(names)), names, table)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        except Exception:  # whatever is wrong with a tier, the prompt can be computed
+        except Exception:  # a failing tier is a miss: the prompt can still be computed
             logger.exception("blocks of %s could not be fetched", fetch.ticket_id)
             return 0
         return found
 
 
 class NoKVOffloadWorker:
-    """That of a rank without tiers."""
+    """The KV offload of a rank without tiers."""
 
     is_busy = False
 
     def before(self, plan: StepPlan) -> None:
-        """Nothing is put away."""
+        """Does nothing."""
 
     def poll(self) -> KVReport | None:
-        """Nothing is fetched."""
+        """Returns None."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""

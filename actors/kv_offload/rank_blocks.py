@@ -1,7 +1,7 @@
-"""One rank's blocks on their way between its cache and the tiers, by the hand-off map.
+"""Movement of one rank's KV blocks between its cache and the tiers, by the hand-off map.
 
-To the map a tier is a side with a single rank, which keeps everything. So what a rank writes is what it would hand to that
-side (of ranks that keep the same, each shares its part of the layers), and what it reads is what it would get from it.
+In the hand-off map, a tier is a side with a single rank that holds everything. A rank writes the copies that it would send to
+that side (ranks that hold the same KV split it by layers), and reads the copies that it would receive from it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from placement.ownership.handoff_pages import PageTable
 
 
 class RankBlocks:
-    """The rank `world_rank` of `side`, whose pages are `cache` from KV head `first_head` on."""
+    """The blocks of the rank `world_rank` of `side`, whose pages are in `cache`. The cache's KV heads begin at `first_head`."""
 
     def __init__(self, tiers: Tiers, spec: ModelSpec, side: Side, world_rank: int, cache: KVCache, first_head: int) -> None:
         self._tiers, self._cache, self._first_head = tiers, cache, first_head
         self._tokens = tiers.kv_format.block_tokens
         tier = Side(Layout(), self._tokens)
-        # Ownership repeats after this many positions, and with it what a rank writes or reads of a block.
+        # Ownership repeats after this many positions, and so do the parts of a block that a rank writes or reads.
         window = range(lcm(side.layout.kv_owners * side.page_tokens, self._tokens))
         self._writes = [copy for copy in handoff(spec, side, tier, window) if copy.source == world_rank]
         self._reads = [copy for copy in handoff(spec, tier, side, window) if copy.destination == world_rank]
 
     def parts(self, place: int) -> list[BlockPart]:
-        """What the rank needs of the block at `place` of a sequence; empty where other ranks keep it."""
+        """Returns the parts that the rank needs of the block at `place` of a sequence; none if only other ranks hold it."""
         return [part for _, part in self._of_block(self._reads, place)]
 
     def save(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
-        """Keep what this rank has of the blocks at `places` of a sequence with these names, and share its part; bytes shared.
+        """Save this rank's parts of the blocks at `places` of a sequence: all of them to host memory, and its share to the
+        shared tier. Returns the number of bytes shared.
 
-        `table`: its pages. The values must have been computed.
+        `names` are the names of the blocks, and `table` the pages of the sequence. The values must have been computed.
         """
         total = 0
         for place, name in zip(places, names, strict=True):
@@ -56,10 +57,10 @@ class RankBlocks:
         return total
 
     def load(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
-        """Fill this rank's pages with the blocks at `places`; how many of them, from the first on, it has now.
+        """Fill this rank's pages with the blocks at `places`. Returns the number of blocks filled, counted from the first.
 
-        A block that cannot be had whole ends it: pages from there on are not touched. The ranks of a side must agree on
-        the least of their counts.
+        Loading stops at the first block that cannot be loaded whole; its pages and all later ones are not modified. The ranks
+        of a side must agree on the least of their counts.
         """
         for index, (place, name) in enumerate(zip(places, names, strict=True)):
             needed = list(self._of_block(self._reads, place))
@@ -84,7 +85,7 @@ class RankBlocks:
         return len(copy.layers), self._cache.planes, len(copy.kv_heads), len(copy.positions), self._cache.head_dim
 
     def _of_block(self, copies: Sequence[Copy], place: int) -> Iterator[tuple[Copy, BlockPart]]:
-        """The parts of copies in one block: each one run of positions, with its name."""
+        """Yields the parts of `copies` within the block at `place`, each a contiguous run of positions, with its block part."""
         start = place * self._tokens
         for copy in copies:
             for span in copy.positions.anywhere(range(start, start + self._tokens)).spans():

@@ -1,7 +1,7 @@
-"""A tier that outlives the process and that several replicas use: the interface.
+"""The interface of a shared KV tier, which outlives the process and is used by several replicas.
 
-`actors.kv_offload.directory` is a directory of a local or network file system; a store over the network can take its place.
-Everything may be gone at any time (another replica's eviction), so nothing here promises: what cannot be had is a miss.
+`actors.kv_offload.directory` implements it in a directory of a local or network file system; a network store can take its
+place. Any part may disappear at any time, for example by another replica's eviction, so every load may be a miss.
 """
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from actors.kv_offload.block_part import BlockName, BlockPart
 
 
 class SharedTier(Protocol):
-    """Pieces of blocks by name. Safe for several threads and processes at once."""
+    """A store of block parts by name. Safe for concurrent use by threads and processes."""
 
     def parts(self, block: BlockName) -> list[BlockPart]:
-        """What is there of a block."""
+        """Returns the stored parts of a block."""
         ...
 
     def load(self, block: BlockName, part: BlockPart, place: int = 0) -> bytes | None:
-        """The bytes of a part as they were stored, which counts as use of it; None: a miss.
+        """Returns the bytes of a part as they were stored, or None for a miss. Counts as a use of the part.
 
-        `place`: the block's in its sequence. Of what is used together later places are given up first, here and in `store`:
-        without the blocks before it a block is of no use.
+        `place` is the index of the block in its sequence. Among parts used together, here and in `store`, those at later places
+        are evicted first, because a block is useless without the blocks before it.
         """
         ...
 
     def store(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Keep a part; False where that could not be done. It is there whole or not at all, whenever the process ends."""
+        """Store a part. Returns false if it could not be stored. The part is stored whole or not at all, even if the process is
+        killed."""
         ...
 
     def pin(self, blocks: Iterable[BlockName]) -> None:
-        """Keep this process from giving up these blocks, until as many `unpin`."""
+        """Protect blocks from eviction by this process, until each pin is undone by an `unpin`."""
         ...
 
-    def unpin(self, blocks: Iterable[BlockName]) -> None: ...
+    def unpin(self, blocks: Iterable[BlockName]) -> None:
+        """Undo one `pin` of each block."""
+        ...
 
     def close(self) -> None:
-        """End the use of it; what it holds stays."""
+        """Close the tier; its contents remain."""
         ...

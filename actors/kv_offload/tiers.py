@@ -1,11 +1,12 @@
-"""The tiers behind a device's pages: host memory, then a shared tier.
+"""The KV offload tiers behind the device's pages: host memory, then a shared tier.
 
-    keep   ──→ host memory ───────────────────────→ given up when it is full
+    keep   ──→ host memory ───────────────────────→ evicted when it is full
     share  ──→ (a thread) ──→ shared tier ──→ ...
-    fetch  ←── host memory ←── not whole there: the rest from the shared tier, which then lies in host memory too
+    fetch  ←── host memory ←── if incomplete, the rest from the shared tier; the result is then kept in host memory too
 
-A block is kept and shared at once, so giving it up in host memory costs nothing, and a process that is killed has lost only
-what still waited to be written. Kept is all a rank has; of what several ranks have, each shares a part.
+A block is kept and shared at the same time, so evicting it from host memory costs no write, and a process that is killed loses
+only the parts that were still queued. A rank keeps all the parts that it holds; of parts that several ranks hold, each rank
+shares some.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ from actors.kv_offload.shared import SharedTier
 
 
 class Tiers:
-    """Pieces of blocks of one model. `shared` may be absent; at most `queue_bytes` wait to be written to it."""
+    """The tiers for the KV blocks of one model. `shared` is optional; at most `queue_bytes` are queued to be written to it."""
 
     def __init__(
         self, kv_format: KVFormat, host: HostTier, shared: SharedTier | None = None, queue_bytes: int = 256 << 20
     ) -> None:
         self.kv_format, self.host, self.shared = kv_format, host, shared
         self.hits: Counter[str] = Counter()
-        """Pieces that were fetched, by the lowest tier that was needed (``host``, ``shared``), and those that were not had
-        (``miss``)."""
+        """Number of fetched parts by the lowest tier that was needed (``host``, ``shared``), and of misses (``miss``)."""
         self._writer = None if shared is None else BackgroundWriter(shared, queue_bytes)
 
     @property
     def num_unwritten(self) -> int:
-        """Pieces that the shared tier does not have: too many waited, or a write failed."""
+        """Number of parts that did not reach the shared tier, because the queue was full or the write failed."""
         return 0 if self._writer is None else self._writer.num_turned_away + self._writer.num_failed
 
     def keep(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
-        """Put a part into host memory; False where all there is pinned. Raises `ValueError` for data of another size."""
+        """Store a part in host memory. Returns false if pinned blocks leave no room. Raises `ValueError` if `data` does not
+        have the size of the part."""
         self._check(block, part, data)
         return self.host.store(block, part, data)
 
     def share(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Have a part written to the shared tier; False where there is none, or too much waits. Never waits.
+        """Queue a part to be written to the shared tier. Returns false if there is none, or the queue is full. Never blocks.
 
-        `place`: the block's in its sequence. Raises `ValueError` for data of another size.
+        `place` is the index of the block in its sequence. Raises `ValueError` if `data` does not have the size of the part.
         """
         self._check(block, part, data)
         return self._writer is not None and self._writer.offer(block, part, data, place)
 
     def has(self, block: BlockName, wanted: BlockPart) -> bool:
-        """Whether `fetch` would find it now. Reads names, not bytes: a damaged file is noticed later."""
+        """Whether the tiers hold everything that `wanted` needs. Checks names only: `fetch` detects damaged files."""
         return covers(wanted, self._everything(block))
 
     def count(self, blocks: Sequence[BlockName], wanted: Iterable[BlockPart]) -> int:
-        """How many of `blocks`, from the first on, are there with every one of the parts: the length of a prefix hit."""
+        """Returns the length of the prefix hit: the number of `blocks`, from the first on, with all `wanted` parts."""
         parts = list(wanted)
         for index, block in enumerate(blocks):
             if not all(self.has(block, part) for part in parts):
@@ -63,7 +64,10 @@ class Tiers:
         return len(blocks)
 
     def fetch(self, block: BlockName, wanted: BlockPart, place: int = 0) -> bytes | None:
-        """The bytes of a part, whatever parts it was written in; None: a miss. `place`: the block's in its sequence."""
+        """Returns the bytes of a part, assembled from whatever parts were written, or None for a miss.
+
+        `place` is the index of the block in its sequence.
+        """
         data = assemble(self.kv_format, wanted, self.host.parts(block), lambda part: self.host.load(block, part))
         if data is not None:
             self.hits["host"] += 1
@@ -75,23 +79,24 @@ class Tiers:
         return data
 
     def pin(self, blocks: Sequence[BlockName]) -> None:
-        """Keep blocks that are about to be fetched, until `unpin`."""
+        """Protect blocks that are about to be fetched from eviction, until `unpin`."""
         self.host.pin(blocks)
         if self.shared is not None:
             self.shared.pin(blocks)
 
     def unpin(self, blocks: Sequence[BlockName]) -> None:
+        """Undo one `pin` of each block."""
         self.host.unpin(blocks)
         if self.shared is not None:
             self.shared.unpin(blocks)
 
     def flush(self, timeout_s: float) -> None:
-        """Return when all that was shared has been written. Raises `TimeoutError`."""
+        """Wait until all shared parts have been written. Raises `TimeoutError` after `timeout_s` seconds."""
         if self._writer is not None:
             self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write what waits, then end. Raises `TimeoutError`."""
+        """Write all queued parts, then close the shared tier. Raises `TimeoutError` after `timeout_s` seconds."""
         if self._writer is not None and self.shared is not None:
             self._writer.close(timeout_s)
             self.shared.close()

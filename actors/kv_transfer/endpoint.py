@@ -34,7 +34,7 @@ _MALFORMED = (ValidationError, ValueError, TypeError, msgpack.UnpackException)
 
 
 class AgentMetadata(Message):
-    """What a rank publishes about itself to the ranks that will write to it."""
+    """The description of a rank that the ranks which will write to it receive."""
 
     compatibility: Compatibility
     shape: CacheShape

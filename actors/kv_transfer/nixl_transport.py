@@ -28,7 +28,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
 class _Description(Message):
-    """What a peer needs to write to this process: NIXL's agent metadata, and each pool as (address, bytes, device)."""
+    """The description that a peer needs to write to this process: NIXL's agent metadata and (address, bytes, device) per pool."""
 
     name: str
     agent: bytes
