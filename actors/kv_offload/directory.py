@@ -168,7 +168,7 @@ class DirectoryTier:
         return True
 
     def _make_room(self, size: int, full: int) -> int:
-        """Remove the least recently used files until the rest is at most `_KEEP` of `full` bytes, with `size` more to spare.
+        """Remove the least recently used files until the rest is at most `_KEEP` of `full` bytes and `size` more fit.
 
         Blocks that this process has pinned are kept. Returns the total size of the remaining files.
         """

@@ -28,7 +28,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
 class _Description(Message):
-    """The description that a peer needs to write to this process: NIXL's agent metadata and (address, bytes, device) per pool."""
+    """The description that a peer needs to write to this process: NIXL's metadata, and (address, bytes, device) per pool."""
 
     name: str
     agent: bytes

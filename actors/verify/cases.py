@@ -1,13 +1,13 @@
-"""The cases of a verification: the same few sequences, run in every way an engine may run them.
+"""The test cases of a verification: the same few sequences, run in each way in which an engine may run them.
 
-Tokens are given, not sampled (teacher forcing), so every case must arrive at the same values for the same
-(sequence, position), and one plain run of one rank is the reference of all of them::
+The tokens are given, not sampled (teacher forcing). Every case must therefore produce the same values for the same
+(sequence, position), and one plain run on a single rank is the reference for all cases::
 
     prefill   [aaaaaaaa|bbbbb]                       whole prompts, every position scored
-    chunked   [aaa|bb] [aaa|bb] [aa|b]               prompts in chunks
-    decode    [aaaaaaaa|bbbbb] [a|b] [a|b]           tokens one by one after the prompt
-    prefix    [aaaa] then a again: [....aaaa]        the first blocks are found in the cache
-    mixed     [aaa] [aa|bbbbb] [aaa|b] [a|b]         chunks of some beside single tokens of others
+    chunked   [aaa|bb] [aaa|bb] [aa|b]               chunked prefill
+    decode    [aaaaaaaa|bbbbb] [a|b] [a|b]           one token at a time after the prompt
+    prefix    [aaaa] then a again: [....aaaa]        prefix caching: the first blocks are found in the cache
+    mixed     [aaa] [aa|bbbbb] [aaa|b] [a|b]         continuous batching: chunks of some sequences with single tokens of others
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 
 Key = tuple[int, int]
-"""(sequence id, position): names a token of a run."""
+"""A token of a run, identified by (sequence id, position)."""
 
 KINDS = ("prefill", "chunked", "decode", "prefix", "mixed")
 _CHUNKS = (7, 16, 3, 11)
@@ -28,7 +28,7 @@ _CHUNKS = (7, 16, 3, 11)
 
 @dataclass(frozen=True)
 class Text:
-    """One sequence: a prompt, and the tokens that follow it."""
+    """One test sequence: a prompt of `prompt_length` tokens, and the tokens that follow it."""
 
     tokens: tuple[int, ...]
     prompt_length: int
@@ -36,9 +36,9 @@ class Text:
 
 @dataclass(frozen=True)
 class CaseBlockPool:
-    """The KV blocks a case may use: block j of a sequence lies on owner ``j % owners``, ids count within an owner.
+    """The KV blocks that a case may use. Block j of a sequence belongs to KV owner ``j % owners``; ids count within an owner.
 
-    Each DP rank has as many of its own; the texts are split over the DP ranks, in every case on others.
+    Each DP rank has its own blocks. The texts are split over the DP ranks, differently in each case.
     """
 
     block_size: int
@@ -46,17 +46,17 @@ class CaseBlockPool:
     dp_size: int = 1
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Returns the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def num_blocks(self, texts: Sequence[Text]) -> int:
-        """Blocks every owner needs for all `texts` at once, and one that stays unused."""
+        """Returns the number of blocks that every owner needs for all `texts` at once, plus one that stays unused."""
         return 1 + sum(-(-self.blocks_for(len(text.tokens)) // self.owners) for text in texts)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Plans to run in order, over empty sequences."""
+    """A named list of step plans, run in order; its sequences have no KV in the cache at the start."""
 
     name: str
     plans: tuple[StepPlan, ...]
@@ -65,10 +65,10 @@ class Case:
 def make_case(
     kind: str, texts: Sequence[Text], pool: CaseBlockPool, number: int, certain: Container[tuple[int, int]] = ()
 ) -> Case:
-    """The case `kind` of `KINDS`. `number` tells the sequences of one case from those of another on the same ranks.
+    """Returns the case `kind`, one of `KINDS`. `number` makes its sequence ids differ from those of other cases on its ranks.
 
-    `certain`: (text, position) after which no rounding changes the greedy token. There ``decode`` lets the ranks continue
-    with what they sampled themselves, as an engine that is a step ahead of its results does.
+    `certain` is a set of (text, position) after which rounding cannot change the greedy token. After these, ``decode`` lets the
+    ranks continue with the token that they sampled themselves, as an engine does whose scheduling runs a step ahead.
     """
     script = _Script(texts, pool, number, score=kind == "prefill", certain=certain if kind == "decode" else ())
     {"prefill": _prefill, "chunked": _chunked, "decode": _decode, "prefix": _prefix, "mixed": _mixed}[kind](script)
@@ -76,9 +76,10 @@ def make_case(
 
 
 def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bool = True) -> Case:
-    """The reference: sequence after sequence, every position scored, each with its continuation in one go.
+    """Returns the reference case: one sequence after the other, with every position scored.
 
-    Where rope depends on the length of the prompt, the continuation must not count as prompt, and is run token by token.
+    With `in_one_go`, each sequence runs as one prompt, continuation included. That must not be done if the RoPE depends on the
+    prompt length; the continuation is then run token by token.
     """
     if in_one_go:
         texts = [Text(text.tokens, len(text.tokens)) for text in texts]
@@ -91,34 +92,34 @@ def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bo
 
 
 def text_of(sequence_id: int, texts: Sequence[Text]) -> int:
-    """Which of `texts` a sequence id stands for."""
+    """Returns the index in `texts` of a sequence id."""
     return sequence_id % len(texts)
 
 
 def planned_keys(plans: Sequence[StepPlan]) -> set[Key]:
-    """Every token that `plans` run."""
+    """Returns the keys of all tokens that `plans` run."""
     return {(row.sequence_id, row.start + at) for plan in plans for row in plan.rows for at in range(row.count)}
 
 
 def sampled_keys(plans: Sequence[StepPlan]) -> list[Key]:
-    """Every token that is sampled after, in order."""
+    """Returns the keys of all tokens after which `plans` sample, in order."""
     return [(row.sequence_id, row.start + row.count - 1) for plan in plans for row in plan.rows if row.sample]
 
 
 @dataclass
 class _Held:
-    """A sequence as the ranks know it: `known` tokens, of which `done` are in the cache."""
+    """The state of a sequence on the ranks: `known` tokens, of which `done` are in the cache."""
 
     sequence_id: int
     known: int
     done: int = 0
     blocks: list[int] = field(default_factory=list)
     fresh: bool = True
-    """Not yet in a plan, so its whole block table (cached blocks included) goes into its first row."""
+    """Whether no plan contains the sequence yet. Its first row then carries the whole block table, cached blocks included."""
 
 
 class _Script:
-    """Writes plans as an engine would: sequences start with their prompt, later tokens are appended when they are run."""
+    """Writes plans as an engine does: a sequence starts with its prompt, and later tokens are appended when they are run."""
 
     def __init__(
         self, texts: Sequence[Text], pool: CaseBlockPool, number: int, score: bool, certain: Container[tuple[int, int]] = ()
@@ -136,15 +137,15 @@ class _Script:
         self._held = self._new_sequences()
 
     def left(self, index: int) -> int:
-        """Tokens of a sequence that were not run yet."""
+        """Returns the number of tokens of a sequence that have not been run."""
         return len(self.texts[index].tokens) - self._held[index].done
 
     def prompt_left(self, index: int) -> int:
-        """Prompt tokens of a sequence that were not run yet; negative once it decodes."""
+        """Returns the number of prompt tokens of a sequence that have not been run; negative once it decodes."""
         return self.texts[index].prompt_length - self._held[index].done
 
     def step(self, counts: dict[int, int]) -> None:
-        """One plan: so many tokens of each sequence."""
+        """Add one plan that runs the given number of tokens of each sequence."""
         started = [self._start(index) for index in counts if self._held[index].fresh]
         rows = [self._row(index, count) for index, count in counts.items()]
         for index in counts:
@@ -153,7 +154,7 @@ class _Script:
         self._ended = []
 
     def start_anew_on_cached_blocks(self) -> None:
-        """Forget every sequence; the same ones come back and find their full blocks in the cache."""
+        """End every sequence, and start the same ones again with their full blocks found in the cache."""
         before = self._held
         self._ended += [held.sequence_id for held in before.values() if not held.fresh]
         self._held = self._new_sequences()
@@ -162,6 +163,7 @@ class _Script:
             held.done, held.blocks = full * self.pool.block_size, before[index].blocks[:full]
 
     def end(self) -> tuple[StepPlan, ...]:
+        """Returns the plans."""
         return tuple(self._plans)
 
     def _new_sequences(self) -> dict[int, _Held]:
@@ -223,7 +225,7 @@ def _decode(script: _Script) -> None:
 
 
 def _prefix(script: _Script) -> None:
-    """At least the last prompt token is always run: it is the one that is sampled from."""
+    """Run the ``prefix`` case. The last prompt token is always computed, because the next token is sampled from it."""
     size = script.pool.block_size
     cached = {index: (text.prompt_length - 1) // size * size for index, text in enumerate(script.texts)}
     if any(cached.values()):

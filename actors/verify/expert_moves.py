@@ -1,7 +1,7 @@
-"""Experts that move in the middle of a case, and back at its end, as the live balancer has them do.
+"""Expert rebalancing (EPLB) within a test case: the experts move in the middle of the case, and back at its end.
 
-plans   prompt  decode  decode │ decode  decode  decode │ (no rows)
-map     first                  │ another one            │ first
+plans       prompt  decode  decode │ decode  decode  decode │ (no rows)
+expert map  first                  │ second                 │ first
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from placement.model.spec import ModelSpec
 
 
 def with_moves(case: Case, spec: ModelSpec, layout: Layout) -> Case:
-    """The case with moves of every layer with experts to a map of random loads; unchanged where experts have nowhere to go."""
+    """Returns the case with moves of the experts of every MoE layer to the expert map for random loads, and back.
+
+    The case is unchanged if the model has no experts, the layout has no expert parallelism, or there are fewer than two plans.
+    """
     if spec.moe is None or layout.ep == 1 or len(case.plans) < 2:
         return case
     layers = spec.moe.layers
@@ -35,7 +38,7 @@ def with_moves(case: Case, spec: ModelSpec, layout: Layout) -> Case:
 
 
 def _moves(old: ExpertMap, new: ExpertMap, layers: tuple[int, ...]) -> list[ExpertMove]:
-    """From one map to another, layer by layer."""
+    """Returns the moves from one expert map to another, layer by layer."""
     transfers: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(layers))}
     for each in moves(old, new):
         transfers[each.layer].append((each.source_slot, each.target_slot))

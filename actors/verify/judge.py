@@ -1,11 +1,12 @@
-"""Rounding or fault: the tolerances, and the verdict on one case.
+"""Rounding or fault: the numerical tolerances of a verification, and the verdict on one case.
 
-float32    logits within 1e-4, or within 1e-5 of the largest logit where that is more: a sum in another order moves a value
-           by its own last bits, so models with logits in the hundreds cannot be held to an absolute bound
-bfloat16   logits no further from one rank in float32 than twice what one rank in bfloat16 is, plus 1e-2
+float32    Logits must agree within 1e-4, or within 1e-5 of the largest logit if that is larger. A different order of summation
+           changes the last bits of a value, so an absolute bound is too strict for models with logits in the hundreds.
+bfloat16   Logits may differ from one rank in float32 by at most twice the error of one rank in bfloat16, plus 1e-2.
 
-Greedy tokens must be equal wherever the margin between the two best logits exceeds ten times the observed error. To name
-the first layer that departs, a hidden state is held to 1e-3 (float32) of its token's largest value, or to the bfloat16 rule.
+Greedy tokens must be equal wherever the margin between the two best logits exceeds ten times the observed error. To find the
+first layer that departs, hidden states are compared within 1e-3 of their token's largest value (float32), or by the bfloat16
+rule.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _MARGIN = 10.0
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds of one dtype on one model. `layers`: of hidden states, relative."""
+    """The error bounds for one dtype on one model.
+
+    `logits` is absolute, `layers` are the relative bounds of the hidden states by layer, and `text` explains the bounds.
+    """
 
     dtype: str
     logits: float
@@ -39,7 +43,7 @@ class Tolerance:
 
 
 def float32_tolerance(reference: Reference) -> Tolerance:
-    """See the module."""
+    """Returns the float32 tolerance for a reference, see the module."""
     largest = reference.largest_logit
     bound = max(_ABSOLUTE, _OF_LARGEST * largest)
     text = f"float32: the larger of 1e-4 and 1e-5 of the largest logit ({largest:.4g})"
@@ -47,14 +51,14 @@ def float32_tolerance(reference: Reference) -> Tolerance:
 
 
 def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
-    """From what one rank in bfloat16 is away from one rank in float32. See the module."""
+    """Returns the bfloat16 tolerance, given the distance of one rank in bfloat16 from one rank in float32, see the module."""
     text = f"bfloat16: twice the error of one rank against float32 ({one_rank.logits:.4g}) plus 1e-2"
     layers = {layer: 2 * error + 1e-2 for layer, error in one_rank.layers.items()}
     return Tolerance("bfloat16", 2 * one_rank.logits + 1e-2, layers, text)
 
 
 def certain_choices(reference: Reference, tolerance: Tolerance) -> set[tuple[int, int]]:
-    """(text, position) after which the best token is clear even at an error as large as the tolerance."""
+    """Returns the set of (text, position) after which the greedy token is clear even at an error as large as the tolerance."""
     best = torch.topk(reference.logits, 2, -1).values
     clear = iter((best[:, 0] - best[:, 1] > _MARGIN * tolerance.logits).tolist())
     return {
@@ -63,7 +67,8 @@ def certain_choices(reference: Reference, tolerance: Tolerance) -> set[tuple[int
 
 
 def judge(case: Case, reference: Reference, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
-    """The verdict on one case."""
+    """Returns the verdict on one case. `found` is its distance from the reference, and `repeats` is true if two runs gave
+    the same bits."""
     choices = _choices(case, reference, ran.results, found.logits)
     wrong = tuple(each for each in choices.clear if each.token != each.expected)
     faults = list(found.faults)
@@ -93,12 +98,12 @@ class _Choices:
     planned: int
     given: list[int]
     clear: list[Disagreement]
-    """Choices whose margin leaves no doubt, right ones too."""
+    """Choices whose margin exceeds ten times the error, including the correct ones."""
 
 
 def _choices(case: Case, reference: Reference, results: Sequence[StepResult], error: float) -> _Choices:
     keys = sampled_keys(case.plans)
-    # DP ranks answer in their own order, not in that of the plan.
+    # DP ranks return results in their own order, not in the order of the plan.
     found = [{each.sequence_id: each for each in result.sampled} for result in results]
     order = [(step, row.sequence_id) for step, plan in enumerate(case.plans) for row in plan.rows if row.sample]
     sampled = [found[step][sequence] for step, sequence in order if sequence in found[step]]

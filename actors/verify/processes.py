@@ -1,12 +1,13 @@
-"""Watched ranks as processes of this machine, over the real process groups, without Ray.
+"""Recorded ranks as processes on this machine, over real process groups and without Ray.
 
-A pool of workers is started once and lent to one layout after another: importing torch takes longer than most layouts.
+A pool of worker processes is started once and reused for one layout after another, because importing torch takes longer than
+verifying most layouts.
 
-    pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, and it waits for the next START
-         ──PLAN────────────────────→             every rank
-         ←─RESULT──────────────────              the output rank of each DP rank
-         ──TAKE──→  ←─RECORDS──────              what the rank recorded, as safetensors
-         ←─FAILED text─────────────              any rank that cannot go on
+    pool ──START config, rendezvous──→ worker r: connect, load, run plans ... BYE, then it waits for the next START
+         ──PLAN────────────────────→             to every rank
+         ←─RESULT──────────────────              from the output rank of each DP rank
+         ──TAKE──→  ←─RECORDS──────              the records of the rank, as safetensors
+         ←─FAILED text─────────────              from any rank that cannot continue
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _QUIT_S = 10.0
 
 
 class Workers:
-    """`count` processes, each one rank at a time. Use it in a ``with``."""
+    """A pool of `count` worker processes, each of which runs one rank at a time. A context manager: leaving it ends them."""
 
     def __init__(self, count: int) -> None:
-        # A fork server imports torch once for all workers; it runs nothing, so there are no threads to lose in a fork.
+        # The fork server imports torch once for all workers. It runs no threads, so forking it is safe.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["actors.verify.worker"])
         self._pipes: list[Connection] = []
@@ -75,18 +76,20 @@ class Workers:
         self.close()
 
     def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> WatchedRanks:
-        """The ranks of `config.layout`, on the first workers (`routes`: see `StartRanks`). Raises `LinkError` when one
-        cannot."""
+        """Start the ranks of `config.layout` on the first workers. `routes`: see `StartRanks`.
+
+        Raises `LinkError` if a rank cannot start, and `ValueError` if there are too few workers.
+        """
         world = config.layout.world
         if world > len(self._pipes):
             raise ValueError(f"{config.layout} needs {world} ranks, but there are {len(self._pipes)} workers")
         return _ProcessRanks(self._pipes[:world], config, num_blocks, routes)
 
     def close(self) -> None:
-        """End the processes, those that do not answer by force. Calling twice is harmless."""
+        """End the processes, and kill those that do not end in time. Further calls do nothing."""
         for pipe in self._pipes:
             if not pipe.closed:
-                with suppress(OSError):  # it may have ended already
+                with suppress(OSError):  # the worker may have ended already
                     pipe.send_bytes(QUIT)
                 pipe.close()
         for process in self.processes:
@@ -97,7 +100,7 @@ class Workers:
 
 
 class _ProcessRanks:
-    """`WatchedRanks` on lent workers."""
+    """`WatchedRanks` on workers of the pool."""
 
     def __init__(self, pipes: Sequence[Connection], config: RankConfig, num_blocks: int, routes: Routes | None) -> None:
         self._inbox, self._sent = _Inbox(pipes), 0
@@ -124,7 +127,7 @@ class _ProcessRanks:
         return Ran(results, records)
 
     def close(self) -> None:
-        """Free the workers. A rank that failed has ended by itself and will not mind the goodbye."""
+        """Free the workers. A rank that has failed has ended already and ignores the message."""
         for rank, pipe in enumerate(self._pipes):
             with suppress(LinkError):
                 _post(pipe, rank, BYE)
@@ -154,14 +157,14 @@ def _post(pipe: Connection, rank: int, data: bytes) -> None:
 
 
 class _Inbox:
-    """What the ranks have sent, in order for each rank."""
+    """Queues of the messages that the ranks have sent, in order for each rank."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
         self._messages: list[deque[bytes]] = [deque() for _ in pipes]
 
     def next(self, rank: int, kind: bytes, timeout_s: float) -> bytes:
-        """The next message of `rank`, which must be of `kind`. Raises `LinkError` as soon as any rank fails."""
+        """Returns the body of the next message of `rank`, which must be of `kind`. Raises `LinkError` once any rank fails."""
         deadline = time.monotonic() + timeout_s
         while not self._messages[rank]:
             self._read(deadline, f"rank {rank} sent nothing (a message {kind!r} was due) within {timeout_s:g} s")
@@ -174,7 +177,7 @@ class _Inbox:
         return message[1:]
 
     def last(self, rank: int, timeout_s: float) -> None:
-        """Read until `rank` says that it has ended."""
+        """Read messages until `rank` reports that it has ended."""
         deadline = time.monotonic() + timeout_s
         while not (self._messages[rank] and self._messages[rank][-1] == DONE):
             self._read(deadline, f"rank {rank} did not end within {timeout_s:g} s")

@@ -1,4 +1,4 @@
-"""Ranks that run the plans of a case and return what each of them recorded."""
+"""Ranks that run the step plans of a test case and return what each rank recorded."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from actors.wire.rank_config import RankConfig
 from actors.wire.results import StepResult
 
 STEP_S = 60.0
-"""How long a step may take before its ranks count as stuck."""
+"""Seconds after which a step without a result counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of some plans: the output ranks' results, joined, and every rank's records, by world rank."""
+    """The outcome of a list of plans: the joined results of the output ranks, and the records of every rank by world rank."""
 
     results: list[StepResult]
     records: list[list[StepRecord]]
 
 
 class WatchedRanks(Protocol):
-    """The ranks of one replica, watched."""
+    """The ranks of one replica, with their hidden states and logits recorded."""
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
-        """Run `plans`, as many in flight as there are stages. Raises `LinkError` when a rank fails or is stuck."""
+        """Run `plans`, with as many in flight as there are PP stages. Raises `LinkError` if a rank fails or is stuck."""
 
     def close(self) -> None:
         """End the ranks."""
 
 
 StartRanks = Callable[[RankConfig, int, Routes | None], WatchedRanks]
-"""Makes the ranks of a replica: (config of any rank, KV blocks of each rank, routes that tokens take, if not their own)."""
+"""Starts the ranks of a replica. The arguments are the config of any rank, the number of KV blocks of each rank, and the expert
+routes to replay, or None if each rank routes its tokens itself."""
 
 
 class WatchedThreads:
-    """`WatchedRanks` as threads of this process. `tamper` may replace parts before they are watched: to plant a bug, to note
-    more."""
+    """`WatchedRanks` as threads of this process.
+
+    `tamper` may replace the parts of a rank before they are recorded, to inject a bug or to record more.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class WatchedThreads:
             self._done.notify_all()
 
     def _wait_for_all(self) -> None:
-        """The output ranks' last result does not mean that the other ranks are through with the step."""
+        """Wait until all ranks have finished the last step; the result of an output rank says nothing about the other ranks."""
         deadline = time.monotonic() + STEP_S
         with self._done:
             while late := [rank for rank, count in enumerate(self._counts) if count < self._sent]:
@@ -98,7 +101,7 @@ def flow(
     send: Callable[[StepPlan], None],
     receive: Callable[[], StepResult],
 ) -> list[StepResult]:
-    """Send all plans, never more than `in_flight` ahead of their results, with steps numbered on from `first_step`."""
+    """Send all plans, at most `in_flight` ahead of their results. Returns the results. Steps are numbered from `first_step`."""
     results: list[StepResult] = []
     for number, plan in enumerate(plans):
         if number - len(results) >= in_flight:

@@ -1,7 +1,7 @@
-"""Watches one rank: what every layer and the head gave for which token, step by step.
+"""Recording of one rank by forward hooks: the output of every layer and of the head for each token, step by step.
 
-Forward hooks only: the rank runs the code it always runs. What a rank records is what it holds, so a value is named by
-its (sequence, position) wherever it was computed, and nothing has to be gathered to be compared.
+Only forward hooks are used, so the rank runs its production code. A rank records the values that it holds. Each value is
+identified by its (sequence, position), so values can be compared without gathering them from the ranks of a group.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from actors.wire.results import StepResult
 from placement.layout import mesh
 
 EMBEDDING = -1
-"""Stands for the embedding where a layer is named."""
+"""The layer number that stands for the embedding."""
 
 
 @dataclass
 class StepRecord:
-    """One step of one rank. `hidden`: what a layer returned, [tokens, hidden]; `logits`: (keys of its rows, [rows, own
-    vocabulary]); all fp32. `unknown` says what could not be told apart."""
+    """The record of one step of one rank.
+
+    `keys` are the tokens of the step, `hidden` the output of each layer [tokens, hidden], and `logits` the calls of the head as
+    (keys of the rows, [rows, vocabulary of this rank]). All tensors are fp32. `unknown` lists outputs of the head whose rows
+    could not be matched to tokens.
+    """
 
     step: int
     keys: list[Key] = field(default_factory=list)
@@ -52,7 +56,7 @@ class Recorder:
         self._is_shared = False
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
-        """The parts, watched. `stepped` is called after each step."""
+        """Returns the parts with recording attached. `stepped` is called after each step."""
         decoder = parts.decoder
         self._dp_rank = parts.identity.coords.attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
@@ -65,12 +69,12 @@ class Recorder:
         return replace(parts, runner=_Recorded(parts.runner, self, stepped))
 
     def take(self) -> list[StepRecord]:
-        """What was recorded since the last call."""
+        """Returns the records since the last call."""
         taken, self.steps = self.steps, []
         return taken
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins. Called by the watched runner."""
+        """Begin the record of a step. Called by the recorded runner."""
         mine = plan.of_dp_rank(self._dp_rank)
         plan = plan if self._is_shared else mine
         self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
@@ -100,7 +104,7 @@ class Recorder:
             record.unknown.append(f"step {record.step}: {output.shape[0]} rows of logits, {len(keys)} were expected")
 
     def _head_calls(self, rows: Sequence[Row]) -> list[list[Key]]:
-        """Keys of each call of the head in this step: the sampled rows together, then the scored ones of each sequence."""
+        """Returns the keys of each call of the head in this step: first the sampled rows, then the scored rows per sequence."""
         sampled = [(row.sequence_id, row.start + row.count - 1) for row in rows if row.sample]
         calls = [sampled] if sampled else []
         for row in rows:
@@ -113,7 +117,7 @@ class Recorder:
 
 
 class _Recorded:
-    """A runner that tells the recorder which plan it runs."""
+    """A runner that passes each plan to the recorder before it runs the plan."""
 
     def __init__(self, runner: StepRunner, recorder: Recorder, stepped: Callable[[], None]) -> None:
         self._runner, self._recorder, self._stepped = runner, recorder, stepped

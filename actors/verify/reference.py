@@ -1,4 +1,4 @@
-"""The reference: what one rank gives for every token of every text, and how far a recorded value is from it."""
+"""The reference values of one rank for every token of every text, and the distance of recorded values from them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from placement.ownership.shard import Shard
 
 @dataclass(frozen=True)
 class Reference:
-    """Values of a plain run, one row per token of all texts end to end. `hidden`: by layer; `logits`: [tokens, vocab]."""
+    """The values of a plain run on one rank, one row per token of all texts, concatenated.
+
+    `hidden` is [tokens, hidden] by layer, and `logits` is [tokens, vocab].
+    """
 
     texts: Sequence[Text]
     hidden: dict[int, Tensor]
     logits: Tensor
 
     def rows(self, keys: Sequence[Key]) -> Tensor:
-        """Row of each key."""
+        """Returns the row of each key, [keys] int64."""
         starts = list(accumulate((len(text.tokens) for text in self.texts), initial=0))
         return torch.tensor([starts[text_of(sequence, self.texts)] + position for sequence, position in keys])
 
     @property
     def largest_logit(self) -> float:
+        """The largest absolute logit."""
         return float(self.logits.abs().max())
 
 
 @dataclass
 class Distance:
-    """How far a run is from a reference. Errors are largest absolute differences; of hidden states, relative to the token's
-    largest hidden value. Infinite where a value is not finite."""
+    """The distance of a run from a reference.
+
+    Errors are largest absolute differences. Those of hidden states are relative to the token's largest hidden value. An error
+    is infinite if a value is not finite.
+    """
 
     logits: float = 0.0
     logprobs: float = 0.0
@@ -45,11 +52,11 @@ class Distance:
     worst: dict[int, tuple[int, Key]] = field(default_factory=dict)
     """(world rank, key) of the worst hidden state of each layer."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong whatever the tolerance: values that are missing, padding that could be sampled."""
+    """Errors regardless of the tolerance: values that are missing, padding ids that could be sampled."""
 
 
 def reference_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Reference:
-    """The reference, from a run of `cases.plain` on one rank."""
+    """Returns the reference from a run of `cases.plain` on one rank."""
     empty = Reference(texts, {}, torch.empty(0))
     tokens = sum(len(text.tokens) for text in texts)
     hidden: dict[int, Tensor] = {}
@@ -64,7 +71,7 @@ def reference_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Reference:
 
 
 def distance(ran: Ran, plans: Sequence[StepPlan], reference: Reference, shards: Sequence[Shard]) -> Distance:
-    """How far every rank's values are from the reference. `shards`: what each world rank holds."""
+    """Returns the distance of all ranks' values from the reference. `shards` are the model shards by world rank."""
     found = Distance()
     wanted = _Coverage(reference, plans)
     for rank, (records, own) in enumerate(zip(ran.records, shards, strict=True)):
@@ -105,7 +112,7 @@ def _compare_logits(found: Distance, reference: Reference, rank: int, own: Shard
 
 
 def _compare_logprobs(found: Distance, reference: Reference, results: Sequence[StepResult]) -> None:
-    """Prompt log-probabilities as the output ranks reported them."""
+    """Compare the prompt log-probabilities that the output ranks have returned."""
     for result in results:
         for scored in result.prompt_logprobs:
             keys = [(scored.sequence_id, scored.first - 1 + at) for at in range(len(scored.entries))]
@@ -116,7 +123,7 @@ def _compare_logprobs(found: Distance, reference: Reference, results: Sequence[S
 
 
 class _Coverage:
-    """Which values were seen: a token that a rank dropped must not pass for one that agreed."""
+    """Tracks which values have been compared, so that a token that a rank dropped does not count as one that agrees."""
 
     def __init__(self, reference: Reference, plans: Sequence[StepPlan]) -> None:
         self._tokens = planned_keys(plans)
@@ -125,14 +132,17 @@ class _Coverage:
         self._size = reference.logits.shape[1]
 
     def saw_hidden(self, layer: int, keys: Sequence[Key]) -> None:
+        """Mark the hidden states of `keys` after `layer` as compared."""
         self._hidden[layer].update(keys)
 
     def saw_logits(self, own: Shard, keys: Sequence[Key]) -> None:
+        """Mark the logits of `keys` in the vocabulary range of the shard `own` as compared."""
         for key in keys:
             if key in self._vocab:
                 self._vocab[key].add(own.head_vocab)
 
     def missing(self) -> list[str]:
+        """Returns a description of the values that no rank has provided."""
         faults = []
         for layer, seen in self._hidden.items():
             if lost := self._tokens - seen:

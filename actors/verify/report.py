@@ -1,4 +1,4 @@
-"""What a verification found, as values: printed by the command, and its ``--json``."""
+"""The report of a verification: the values that the ``verify`` command prints and writes with ``--json``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ class _Value(BaseModel):
 
 
 class Departure(_Value):
-    """Where a layout first differs by more than rounding. `layer`: as numbered in the model, or ``embedding`` or ``head``
-    (what follows the last layer: norm, head, sampler)."""
+    """The place where a layout first differs by more than rounding.
+
+    `layer` is the layer's number in the model, or ``embedding``, or ``head`` (everything after the last layer: norm, head,
+    sampler).
+    """
 
     layer: int | Literal["embedding", "head"]
     error: float
-    """Of a layer: largest difference of a token's hidden state, relative to its largest value. Of the head: of logits."""
+    """For a layer, the largest difference of a token's hidden state, relative to its largest value. For the head, the largest
+    difference of the logits."""
     bound: float
     world_rank: int | None = None
     text: int | None = None
-    """Which of the texts, and which token of it."""
+    """Index of the text, of which `position` is the token."""
     position: int | None = None
 
 
 class Disagreement(_Value):
-    """A greedy token that is not the one of one rank although the margin says that it should be."""
+    """A greedy token that differs from the one that a single rank chooses, although the margin rules out rounding."""
 
     text: int
     position: int
@@ -38,30 +42,30 @@ class Disagreement(_Value):
 
 
 class CaseReport(_Value):
-    """One case under one dtype."""
+    """The result of one case in one dtype."""
 
     name: str
     dtype: str
     verdict: Verdict
     max_abs_error: float
-    """Of logits."""
+    """Largest absolute error of the logits."""
     max_logprob_error: float
     tolerance: float
     sampled: int
-    """Greedy choices made."""
+    """Number of greedy choices."""
     clear: int
-    """Of them, those whose top-2 margin exceeds ten times the observed error."""
+    """Number of greedy choices whose top-2 margin exceeds ten times the observed error."""
     greedy_match: bool
-    """Every clear choice is that of one rank."""
+    """Whether every clear choice is equal to that of one rank."""
     disagreements: tuple[Disagreement, ...] = ()
     repeats: bool
-    """A second run of the layout gave the same bits."""
+    """Whether a second run of the layout gave bit-identical values."""
     departs: Departure | None = None
     faults: tuple[str, ...] = ()
 
 
 class Report(_Value):
-    """The whole verification. The values of the top level are those of the asked dtype."""
+    """The report of a whole verification. The values at the top level are those of the requested dtype."""
 
     model: str
     layout: str
@@ -71,20 +75,21 @@ class Report(_Value):
     max_abs_error: float
     tolerance: float
     tolerance_from: str
-    """Where the tolerance comes from, in words and numbers."""
+    """The derivation of the tolerance, in words and numbers."""
     routes: str | None = None
-    """Who chose the experts of each token in these cases, in words; None where the model has no experts."""
+    """Explains whether ranks routed tokens to experts themselves or replayed given routes; None if the model has no experts."""
     one_rank_error: float | None = None
-    """bfloat16: error of one rank against one rank in float32."""
+    """For bfloat16, the error of one rank against one rank in float32."""
     greedy_match: bool
     departs: Departure | None = None
-    """That of the first case that is a fault. None there: all layers agree, and the tokens chosen are at fault."""
+    """The departure of the first case whose verdict is a fault. None for such a case means that all layers agree within the
+    tolerance, and the fault lies elsewhere, such as in the chosen tokens."""
     largest_logit: float
     prompts: tuple[int, ...]
-    """Lengths in tokens."""
+    """Lengths of the prompts in tokens."""
     generated: int
-    """Tokens that follow each prompt."""
+    """Number of tokens generated after each prompt."""
     cases: tuple[CaseReport, ...]
     notes: tuple[str, ...] = ()
-    """What these prompts did not exercise."""
+    """Features of the layout that these prompts did not exercise."""
     seconds: float

@@ -1,14 +1,15 @@
-"""Which experts each token went to in the reference, and ranks that send it there again.
+"""Replay of expert routing: the experts that the reference chose for each token are imposed on the ranks under test.
 
-In bfloat16 a router near a tie goes the other way than in float32, and nothing behind it can be compared any more. So a
-verification judges routes in float32, where each rank finds its own, and in bfloat16 the maths along given ones::
+Near a tie, a router in bfloat16 may choose another expert than in float32, after which no later value can be compared. A
+verification therefore checks the routing in float32, where each rank routes tokens itself, and checks bfloat16 along the given
+routes of the reference::
 
-    one rank, float32    router: x ──→ scores ──→ choice       noted: x, choice
-    ranks, bfloat16      router: x ──→ scores ──→ weights ←── choice of the noted row that is nearest to x
+    one rank, float32    router: x ──→ scores ──→ choice       recorded: x, choice
+    ranks, bfloat16      router: x ──→ scores ──→ weights ←── choice of the recorded row that is nearest to x
 
-Weights are computed from the rank's own scores. The nearest row is that of the same token, wherever x comes from (a DP rank, a
-chunk, another rank): rounding moves a token by far less than what lies between two of them, and where two are that close it
-is no matter which of them names the choice. So nobody need say on the wire whose tokens they are.
+The weights are computed from the rank's own scores. The nearest row belongs to the same token, regardless of where x comes from
+(a DP rank, a chunk, another rank): rounding moves a token by much less than the distance between two tokens, and if two tokens
+are that close, either choice will do. Messages therefore need not identify the tokens.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from actors.rank.assembly import Parts
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """Of one layer: what its router saw [tokens, hidden] fp32, and the experts it chose [tokens, top_k]."""
+    """The routes of one layer: the inputs of its router [tokens, hidden] fp32, and the chosen experts [tokens, top_k]."""
 
     inputs: Tensor
     experts: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """The experts [rows, top_k] of the noted tokens that are nearest to the rows `x` [rows, hidden]."""
-        # In fp64, because for many rows distances are found by matrix products, which lose half of the digits.
+        """Returns the experts [rows, top_k] of the recorded tokens that are nearest to the rows `x` [rows, hidden]."""
+        # fp64, because `cdist` uses matrix products for many rows, which lose half of the digits.
         return self.experts[torch.cdist(x.to(torch.float64), self.inputs.to(torch.float64)).argmin(1)]
 
 
 Routes = Mapping[int, LayerRoutes]
-"""By layer, of the layers with experts."""
+"""The routes by layer, for the MoE layers."""
 
 
 class RouteNotes:
-    """Notes the routes of one rank that has all layers."""
+    """Records the routes of a rank that holds all layers."""
 
     def __init__(self) -> None:
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attach(self, parts: Parts) -> Parts:
-        """The same parts, from now on watched."""
+        """Attach the recording to the routers of `parts`, and return the same parts."""
         for layer, mixture in parts.decoder.mixtures.items():
             mixture.router.register_forward_hook(partial(self._note, layer))
         return parts
 
     def take(self) -> Routes:
-        """What was noted since the last call."""
+        """Returns the routes recorded since the last call."""
         seen, self._seen = self._seen, {}
         return {layer: LayerRoutes(*(torch.cat(parts) for parts in zip(*calls, strict=True))) for layer, calls in seen.items()}
 
@@ -64,13 +65,13 @@ class RouteNotes:
 
 
 def replay(parts: Parts, routes: Routes) -> None:
-    """From now on the rank's routers choose what `routes` say."""
+    """Make the rank's routers choose the experts of `routes` from now on."""
     for layer, mixture in parts.decoder.mixtures.items():
         _Replayed(mixture.router, routes[layer])
 
 
 class _Replayed:
-    """Stands in for the choice of one router, which is not given what the router sees, and looks at that on its own."""
+    """Replaces `Router.choose` of one router. `choose` receives only the scores, so a pre-forward hook captures the input."""
 
     def __init__(self, router: Router, routes: LayerRoutes) -> None:
         self._routes = routes

@@ -1,13 +1,13 @@
-"""A verification from end to end: the reference, the layout's runs, the verdict.
+"""A verification from end to end: the reference run on one rank, the runs of the layout, and the verdict.
 
     one rank, float32 ── greedy continuation ──→ texts
-    one rank, float32 ── plain run ──────────→ reference ─┐   (and the routes of tokens to experts)
+    one rank, float32 ── plain run ──────────→ reference ─┐   (with the expert routes of the tokens)
     layout,   float32 ── every case, twice ───────────────┼─→ verdict
     one rank, bfloat16 ─ plain run ──→ its own error ─────┤      (bfloat16 only)
     layout,   bfloat16 ─ every case, twice ───────────────┘
 
-A verification in bfloat16 includes the one in float32: bfloat16 rounds so coarsely that a shard scaled by 1.01 hides in it.
-There tokens take the experts of the reference (`routes.py`), and only float32 judges how they are chosen.
+A verification in bfloat16 includes the one in float32, because bfloat16 rounding is so coarse that a shard scaled by 1.01 would
+pass. In bfloat16, tokens are routed to the experts of the reference (`routes.py`); only float32 checks the routing itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _REPEATED = 2
 
 
 class Verification:
-    """Compares `config.layout` with one rank on some prompts. `start` makes the layout's ranks (threads by default)."""
+    """Compares `config.layout` with one rank on `prompts`, each continued by `generate` tokens.
+
+    `kinds` are the cases to run, `start` starts the layout's ranks (as threads by default), and `on_progress` is called with a
+    line of text for each stage.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,8 @@ class Verification:
         self._kinds, self._start, self._on_progress = kinds, start, on_progress
 
     def run(self) -> Report:
-        """The report. Raises `LinkError` only where one rank itself cannot run: that is no fault of the layout."""
+        """Run the verification and return its report. Raises `LinkError` only if the single-rank reference cannot run, which is
+        not a fault of the layout."""
         began = time.monotonic()
         texts, reference, routes = self._reference()
         tolerance = float32_tolerance(reference)
@@ -68,7 +73,7 @@ class Verification:
         return self._report(cases, texts, reference, tolerance, one_rank, time.monotonic() - began)
 
     def _reference(self) -> tuple[list[Text], Reference, Routes]:
-        """One rank continues the prompts, then runs it all in one go per sequence."""
+        """Returns the texts, which one rank continues from the prompts, and the reference and routes of its plain run."""
         prompts = [Text(tuple(prompt), len(prompt)) for prompt in self._prompts]
         longest = [Text((*text.tokens, *[0] * self._generate), text.prompt_length) for text in prompts]
         pool, notes = CaseBlockPool(self._config.block_size), RouteNotes()
@@ -99,7 +104,7 @@ class Verification:
     def _cases(
         self, dtype: DType, texts: Sequence[Text], reference: Reference, tolerance: Tolerance, routes: Routes | None
     ) -> list[CaseReport]:
-        """Every case twice on the same ranks; a rank that fails ends the rest of them."""
+        """Run every case twice on the same ranks, and return the reports. If a rank fails, the remaining cases are not run."""
         layout = self._config.layout
         pool = CaseBlockPool(self._config.block_size, layout.kv_owners, layout.attn_dp)
         config = self._config.model_copy(update={"dtype": dtype})
@@ -158,7 +163,7 @@ def _routes_text(dtype: DType) -> str:
 
 
 def _continued(ranks: WatchedRanks, longest: Sequence[Text], pool: CaseBlockPool) -> list[Text]:
-    """The prompts with the greedy tokens of one rank."""
+    """Returns the prompts, each continued by the greedy tokens of one rank."""
     greedy = SamplingParams(temperature=0.0)
     texts = []
     for index, text in enumerate(longest):

@@ -1,4 +1,4 @@
-"""What goes through the pipe between a pool and its workers: one byte that says what it is, then msgpack, JSON or nothing."""
+"""The messages between the worker pool and its workers: one byte for the kind, then msgpack, JSON or nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from actors.verify.routes import LayerRoutes, Routes
 from actors.wire.rank_config import RankConfig, Rendezvous
 
 START, PLAN, TAKE, BYE, QUIT = b"S", b"P", b"T", b"B", b"Q"
-"""To a worker: be a rank, run a plan, return the records, stop being a rank, end."""
+"""Kinds of messages to a worker: start a rank, run a plan, return the records, end the rank, end the process."""
 READY, RESULT, RECORDS, FAILED, DONE = b"r", b"a", b"t", b"f", b"d"
-"""From a worker: the rank stands, an answer, the records, the rank cannot go on, the rank is no more."""
+"""Kinds of messages from a worker: the rank is ready, a step result, the records, the rank has failed, the rank has ended."""
 
 
 class Start(BaseModel):
-    """Be this rank."""
+    """The message that makes a worker run a rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class Start(BaseModel):
 
 
 def pack_start(start: Start, routes: Routes | None) -> bytes:
-    """`start` in JSON, and the routes that the rank's tokens are to take, in safetensors."""
+    """Returns the packed `start` (JSON) and the expert routes to replay (safetensors)."""
     tensors: dict[str, Tensor] = {}
     for layer, of_layer in (routes or {}).items():
         tensors |= {f"{layer}.inputs": of_layer.inputs, f"{layer}.experts": of_layer.experts}
@@ -41,7 +41,7 @@ def pack_start(start: Start, routes: Routes | None) -> bytes:
 
 
 def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
-    """The inverse of `pack_start`."""
+    """Returns the message and the routes that `pack_start` packed."""
     start, layers, packed = msgpack.unpackb(data)
     tensors = safetensors.torch.load(packed)
     routes = {layer: LayerRoutes(tensors[f"{layer}.inputs"], tensors[f"{layer}.experts"]) for layer in layers or ()}
@@ -49,7 +49,7 @@ def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
 
 
 def pack_records(records: Sequence[StepRecord]) -> bytes:
-    """Records as bytes: names in msgpack, tensors in safetensors."""
+    """Returns the records as bytes: keys in msgpack, tensors in safetensors."""
     tensors: dict[str, Tensor] = {}
     heads = []
     for at, record in enumerate(records):
@@ -61,7 +61,7 @@ def pack_records(records: Sequence[StepRecord]) -> bytes:
 
 
 def unpack_records(data: bytes) -> list[StepRecord]:
-    """The inverse of `pack_records`."""
+    """Returns the records that `pack_records` packed."""
     heads, packed = msgpack.unpackb(data, use_list=False)
     tensors = safetensors.torch.load(packed)
     return [_record(at, head, tensors) for at, head in enumerate(heads)]

@@ -1,4 +1,4 @@
-"""A process of the pool: it becomes a rank whenever it is told to, and is free again when that rank ends."""
+"""A worker process of the pool, which runs one rank after another."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from actors.wire.results import StepResult
 
 
 def work(pipe: Connection) -> None:
-    """Be ranks until told to quit, or until the pool is gone."""
+    """Run the ranks that the pool starts, until a `QUIT` message or the end of the pool."""
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while (message := pipe.recv_bytes())[:1] != QUIT:
-            if message[:1] == START:  # anything else was meant for a rank that has failed
+            if message[:1] == START:  # any other message was meant for a rank that has failed
                 _be_a_rank(pipe, *unpack_start(message[1:]))
                 pipe.send_bytes(DONE)
 
@@ -63,12 +63,12 @@ def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
         close_groups(groups)
         return
     pipe.send_bytes(READY)
-    with suppress(Exception):  # it has been reported over the pipe
+    with suppress(Exception):  # the failure has been reported over the pipe
         run_plans(parts, link)
 
 
 class _PipeLink:
-    """A `PlanLink` over the pipe, which also returns what was recorded when it is asked to."""
+    """A `PlanLink` over the pipe, which also answers requests for the records."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -80,9 +80,9 @@ class _PipeLink:
             if message[:1] == PLAN:
                 return StepPlan.unpack(message[1:])
             if message[:1] == BYE:
-                raise LinkClosed("the pool needs this rank no more")
+                raise LinkClosed("the pool has ended this rank")
             if message[:1] != TAKE:
-                raise LinkError(f"a message of kind {message[:1]!r}, which means nothing to a rank")
+                raise LinkError(f"a rank received a message of the unexpected kind {message[:1]!r}")
             self._pipe.send_bytes(RECORDS + pack_records(self.recorder.take()))
         raise LinkTimeout(f"no plan within {timeout_s:g} s")
 
@@ -90,16 +90,16 @@ class _PipeLink:
         self._pipe.send_bytes(RESULT + result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Nobody measures here."""
+        """Does nothing: stage times are not measured."""
 
     def send_experts(self, report: ExpertReport) -> None:
-        """No plan asks here."""
+        """Does nothing: no plan requests expert reports."""
 
     def send_kv(self, report: KVReport) -> None:
-        """Nothing is handed off here."""
+        """Does nothing: there are no hand-offs."""
 
     def send_failure(self, reason: str) -> None:
         self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """The pipe is the worker's."""
+        """Does nothing: the worker keeps the pipe for its next rank."""
