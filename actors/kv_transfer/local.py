@@ -60,7 +60,7 @@ class LocalTransfer:
         """Whether the bytes have been delivered. Raises `TransferError` if the transfer is lost."""
         if self._state == "lost":
             raise TransferError(
-                f"peer {self._peer} closed before {self._ranges.num_bytes:,} bytes from {self._writer.name} came"
+                f"peer {self._peer} closed before {self._ranges.num_bytes:,} bytes from {self._writer.name} arrived"
             )
         return self._state == "done"
 
@@ -93,7 +93,7 @@ class LocalTransport:
 
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> LocalTransfer:
         if peer not in self._peers or peer not in self.board.transports:
-            raise TransferError(f"{self.name} is not connected to {peer!r}: it is to {sorted(self._peers)}")
+            raise TransferError(f"{self.name} is not connected to {peer!r}, only to {sorted(self._peers)}")
         ranges.check(_sizes(self.pools), _sizes(self.board.transports[peer].pools))
         self.bytes_sent += ranges.num_bytes
         transfer = LocalTransfer(self, peer, ranges, tag)

@@ -95,7 +95,7 @@ class NixlTransport:
         flat = checked_pools(pools)
         kinds = {tensor.device.type for tensor in flat.values()}
         if len(kinds) > 1:
-            raise ValueError(f"pools are on {sorted(kinds)}: those of one transport are all on one kind of device")
+            raise ValueError(f"pools are on {sorted(kinds)}, but the pools of a transport must be on one kind of device")
         self._memory = "DRAM" if kinds <= {"cpu"} else "VRAM"
         self._kept = list(flat.values())
         self._pools = {pool: (x.data_ptr(), x.numel(), max(0, x.get_device())) for pool, x in flat.items()}
@@ -122,7 +122,7 @@ class NixlTransport:
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> NixlTransfer | TagOnly:
         there = self._peers.get(peer)
         if there is None:
-            raise TransferError(f"{self.name} is not connected to {peer!r}: it is to {sorted(self._peers)}")
+            raise TransferError(f"{self.name} is not connected to {peer!r}, only to {sorted(self._peers)}")
         ranges.check(_sizes(self._pools), _sizes(there.pools))
         what = f"a write of {ranges.num_bytes:,} bytes in {len(ranges):,} ranges"
         try:
@@ -131,7 +131,7 @@ class NixlTransport:
                 return TagOnly()
             transfer = NixlTransfer(self, self._begin(there, ranges, tag), peer, what)
         except Exception as error:
-            raise TransferError(f"{what} from {self.name} to {peer} could not be begun: {error}") from error
+            raise TransferError(f"{what} from {self.name} to {peer} could not be started: {error}") from error
         self.bytes_sent += ranges.num_bytes
         return transfer
 

@@ -153,6 +153,7 @@ class _Progress:
         self._done = self.window.stop
 
     def end_step(self) -> None:
+        """End the step: no positions are left to send until the next one begins."""
         self.window = range(0)
 
 
@@ -175,6 +176,7 @@ class _Writes:
             self._busy_since = time.monotonic()
 
     def add(self, sending: Sending, num_bytes: int) -> None:
+        """Add a write of `num_bytes` that has begun."""
         self._under_way.append(sending)
         self.num_bytes += num_bytes
 
