@@ -1,6 +1,6 @@
-"""Connecting to Ray: join a cluster by address, or start one inside this process.
+"""Connections to Ray: join a cluster by its address, or start an embedded one inside this process.
 
-The only place that touches Ray's environment variables; they must be set before `ray` is first imported.
+This is the only module that sets Ray's environment variables, which must be set before `ray` is first imported.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ _COMMON: dict[str, Any] = {
 }
 
 _OBJECT_STORE_BYTES = 256 * 2**20
-"""No tensor goes through the object store, so an embedded cluster needs little of it."""
+"""Size of the object store of an embedded node. No tensors pass through it, so little is needed."""
 
 _ANSWER_S = 10.0
-"""A head that does not accept a connection in this time is not there."""
+"""Seconds after which a head that accepts no connection is taken to be absent."""
 
 
 @dataclass(frozen=True)
 class EmbeddedShape:
-    """An embedded cluster: how many nodes, and the slots of each."""
+    """The shape of an embedded cluster: the number of nodes, and the slots of each node."""
 
     nodes: int
     slots: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """``2x4``: two nodes of four slots. Raises `LayoutError`."""
+        """Parse a shape such as ``2x4``: two nodes of four slots. Raises `LayoutError` for any other form."""
         found = re.fullmatch(r"([1-9]\d?)x([1-9]\d{0,3})", text)
         if found is None:
-            raise LayoutError(f"nodes is {text!r}, but must be how many and how large, as in 2x4: two nodes of four slots")
+            raise LayoutError(f"nodes is {text!r}, but must be NODESxSLOTS, as in 2x4: two nodes of four slots")
         return cls(int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The cluster this process is connected to; an embedded one was started by it, and ends with it."""
+    """The cluster that this process is connected to. An embedded cluster was started by this process and ends with it."""
 
     address: str
     embedded: bool
     head: Any = None
-    """Ray's own record of the processes of an embedded head."""
+    """Ray's record of the processes of an embedded cluster's head node."""
     others: tuple[Any, ...] = ()
-    """The same of the other embedded nodes."""
+    """Ray's records of the processes of the other embedded nodes."""
     end: Callable[[], None] = field(default=lambda: None)
-    """Ends what `disconnect` would leave of an embedded cluster."""
+    """Ends those processes of an embedded cluster that leaving it does not end."""
 
 
 def connect(
@@ -80,12 +80,12 @@ def connect(
     environment: Mapping[str, str] | None = None,
     shape: EmbeddedShape | None = None,
 ) -> Connection:
-    """Join the cluster at `address` (or ``RAY_ADDRESS``); with neither, start an embedded one with `slots` CPU slots.
+    """Join the cluster at `address` (or ``RAY_ADDRESS``). Without either, start an embedded cluster with `slots` CPU slots.
 
-    A slot is room for one rank, not a core: an embedded cluster has as many as the layout asks for, or the nodes of `shape`,
-    which are raylets of this machine. It asks for a random token, so that no other program of the network can join it.
-    `environment`: variables for the processes of an embedded cluster, unless they are set. Raises `ConnectionError` when no
-    cluster answers at the address.
+    A slot is room for one rank, not a core, so an embedded cluster can have as many slots as the layout needs. With `shape`, it
+    has several nodes, which are raylets on this machine. An embedded cluster requires a random token, so that no other program
+    on the network can join it. `environment` contains variables for its processes, used unless they are set already. Raises
+    `ConnectionError` if no cluster answers at the address.
     """
     address = None if shape is not None else address or configured_address()
     if address is not None:
@@ -102,9 +102,9 @@ def connect(
 
 
 def connect_running(address: str | None = None) -> Connection:
-    """Join the cluster at `address`, ``RAY_ADDRESS``, or the one that a command of this person embeds on this machine.
+    """Join the cluster at `address`, at ``RAY_ADDRESS``, or the newest one that a command of this user embeds on this machine.
 
-    Raises `ConnectionError` where there is none.
+    Raises `ConnectionError` if there is none.
     """
     found = None if address or configured_address() else session.latest()
     if found is not None:
@@ -115,7 +115,7 @@ def connect_running(address: str | None = None) -> Connection:
 
 
 def disconnect(connection: Connection) -> None:
-    """Leave the cluster; an embedded one ends."""
+    """Leave the cluster, which ends it if it is embedded."""
     import ray
 
     session.forget()
@@ -126,7 +126,7 @@ def disconnect(connection: Connection) -> None:
 
 
 def leave() -> None:
-    """Let go of a joined cluster."""
+    """Leave a joined cluster."""
     import ray
 
     with suppress(Exception):
@@ -141,14 +141,14 @@ def _join(address: str) -> Connection:
     except ConnectionError as error:
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
         raise ConnectionError(
-            f"{error}. Where something does answer there, it may be the token: RAY_AUTH_MODE is {mode} here, and mode and "
-            "RAY_AUTH_TOKEN must be those of the cluster"
+            f"{error}. If a cluster does run at this address, the token may be wrong: RAY_AUTH_MODE is {mode}, and it and "
+            "RAY_AUTH_TOKEN must equal those of the cluster"
         ) from error
     return Connection(address=str(context.address_info["address"]), embedded=False)
 
 
 def _embed(slots: int | None) -> Connection:
-    """One node: this machine."""
+    """Start an embedded cluster of one node, this machine."""
     import ray
 
     cpus = max(slots or 1, os.cpu_count() or 1)
@@ -160,7 +160,7 @@ def _embed(slots: int | None) -> Connection:
 
 
 def _embed_nodes(shape: EmbeddedShape) -> Connection:
-    """Several nodes, which share this machine's address, cores and memory. They are called node0, node1, ..."""
+    """Start an embedded cluster of several nodes, node0, node1, ..., which share this machine's address, cores and memory."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -180,13 +180,13 @@ def _embed_nodes(shape: EmbeddedShape) -> Connection:
 
 
 def configured_address() -> str | None:
-    """The cluster that the environment names (``RAY_ADDRESS``), if any."""
+    """Returns the cluster address that the environment sets (``RAY_ADDRESS``), or None."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def this_machine(slots: int, shape: EmbeddedShape | None = None) -> ClusterSpec:
-    """The cluster that `connect` would embed: this machine, with all its memory and a slot for each rank, or the nodes of
-    `shape`, with an even share of the memory each."""
+    """Returns the cluster that `connect` would embed: this machine with all its memory and `slots` slots, or the nodes of
+    `shape`, each with an even share of the memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if shape is not None:
         share = memory // shape.nodes
@@ -196,7 +196,7 @@ def this_machine(slots: int, shape: EmbeddedShape | None = None) -> ClusterSpec:
 
 
 def _check_answers(address: str) -> None:
-    """Raises `ConnectionError` where nobody listens: Ray itself would try, and complain, for minutes."""
+    """Raises `ConnectionError` if nothing listens at the address. Ray itself would retry, and log errors, for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", "local" or a name only Ray understands
@@ -207,7 +207,7 @@ def _check_answers(address: str) -> None:
 
 
 def _lock_embedded() -> None:
-    """Ask for a random token, unless a mode is set or `ray` is imported already: it reads its mode then, once."""
+    """Require a random token, unless an authentication mode is set or `ray` is imported already, which reads it on import."""
     if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

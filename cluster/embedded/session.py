@@ -1,6 +1,6 @@
-"""Where the embedded cluster of a running command is, so that other commands of the same person find and may join it.
+"""Session files of embedded clusters, through which other commands of the same user find and join a running one.
 
-One small file for each, readable by its owner alone: it holds the cluster's token.
+There is one small file per embedded cluster. It is readable by its owner only, because it contains the cluster's token.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Session:
-    """An embedded cluster: its address, and what Ray's environment must say to join it."""
+    """An embedded cluster: its address, and the environment variables of Ray that are needed to join it."""
 
     address: str
     environment: dict[str, str]
 
 
 def remember(session: Session) -> None:
-    """Write down the embedded cluster of this process. A system that does not let us is no reason to fail."""
+    """Write the session file of this process's embedded cluster. Failures of the file system are ignored."""
     with suppress(OSError):
         folder = _folder()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -39,13 +39,13 @@ def remember(session: Session) -> None:
 
 
 def forget() -> None:
-    """The embedded cluster of this process is gone."""
+    """Delete the session file of this process's embedded cluster."""
     with suppress(OSError):
         (_folder() / f"{os.getpid()}.json").unlink(missing_ok=True)
 
 
 def latest() -> Session | None:
-    """The embedded cluster that was started last, of the commands that still run."""
+    """Returns the newest embedded cluster of the commands that are still running, or None."""
     with suppress(OSError):
         if _is_ours(_folder()):
             living = [path for path in _folder().glob("[0-9]*.json") if Path(f"/proc/{path.stem}").exists()]

@@ -1,7 +1,7 @@
-"""Watching the cluster a command has joined or embedded, and ending what was embedded when it can no longer end itself.
+"""Liveness watch of the joined or embedded Ray cluster, and cleanup of an embedded cluster that can no longer end itself.
 
-Ray's own shutdown waits for the processes that are gone, so it is of no use then. Orphans of an embedded cluster (ranks,
-when their raylet was killed) become children of this process, which asked the kernel for them, and end with it.
+Ray's own shutdown waits for processes that are gone, so it cannot be used in that case. Orphans of an embedded cluster (ranks
+whose raylet was killed) become children of this process, which is their subreaper, and end with it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from cluster.embedded.local import Connection
 
 _EVERY_S = 0.5
 _SILENCE_S = 10.0
-"""A joined cluster that answers nothing for this long is lost."""
+"""Seconds without an answer after which a joined cluster counts as lost."""
 _END_S = 10.0
 _VITAL = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ClusterWatch:
-    """Calls `lost`, which does not return, with the reason, once: on a thread of its own, or in `check`."""
+    """Watches a cluster, and calls `lost` with the reason once it is lost.
+
+    `lost` must not return. It is called at most once, on the watch's own thread or inside `check`.
+    """
 
     def __init__(self, cluster: Connection, lost: Callable[[str], NoReturn]) -> None:
         self._cluster, self._lost = cluster, lost
@@ -42,16 +45,19 @@ class ClusterWatch:
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Return while the cluster lives. A node that is not its head may die: it is lost as another host would be."""
+        """Return if the cluster is alive, else call `lost`.
+
+        The death of a node other than the head is tolerated, like the loss of a host in a joined cluster.
+        """
         for node in self._cluster.others:
-            node.dead_processes()  # asks the kernel: else they stay zombies, which their workers take for living raylets
+            node.dead_processes()  # reaps them: workers would take a zombie for a living raylet
         reason = _dead_process(self._cluster.head) if self._cluster.embedded else self._silence()
         if reason is not None and not self._over.is_set():
             self._only_once.acquire()
             self._lost(reason)
 
     def close(self) -> None:
-        """Stop watching: from here on processes may end."""
+        """Stop watching. Processes may end from now on."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -62,7 +68,7 @@ class ClusterWatch:
         import ray
 
         while not self._over.wait(_EVERY_S):
-            with suppress(Exception):  # whatever it is: no answer
+            with suppress(Exception):  # any exception counts as no answer
                 ray.nodes()
                 self._answered_at = time.monotonic()
 
@@ -74,7 +80,7 @@ class ClusterWatch:
 
 
 def end_descendants() -> bool:
-    """Kill every process below this one, for as long as there are any. Whether none is left."""
+    """Kill all descendants of this process, for at most `_END_S` seconds. Returns whether none is left."""
     deadline = time.monotonic() + _END_S
     while (found := _descendants()) and time.monotonic() < deadline:
         for pid in found:
@@ -85,7 +91,7 @@ def end_descendants() -> bool:
 
 
 def _dead_process(node: Any) -> str | None:
-    """What has become of the processes an embedded cluster cannot be without: those of its head."""
+    """Returns how a vital process of the head node (`_VITAL`) has ended, as text, or None if all are running."""
     dead: list[tuple[str, subprocess.Popen[bytes]]] = [] if node is None else node.dead_processes()
     for kind, process in dead:
         if kind in _VITAL:
@@ -96,10 +102,10 @@ def _dead_process(node: Any) -> str | None:
 
 
 def _descendants() -> list[int]:
-    """Processes below this one that still run."""
+    """Returns the ids of the running descendants of this process."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended since it was listed
+        with suppress(OSError):  # the process has ended since it was listed
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(stat.parent.name)] = int(parent)

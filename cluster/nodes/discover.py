@@ -1,4 +1,4 @@
-"""What the connected cluster has: nodes, slots, memory, domains, as a value the pure packages can judge."""
+"""Discovery of the connected Ray cluster: its nodes, slots, memory and domains as a `ClusterSpec`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def discover(device: Device, pool: str = "") -> ClusterSpec:
-    """Live nodes of the connected cluster with their slots for ranks of `device`; only those that a pool may use, where one is
-    named. Raises a Ray error when not connected."""
+    """Returns the live nodes of the connected cluster with their slots for ranks of `device`; only those that `pool` may use,
+    unless it is empty. Raises a Ray error if not connected."""
     return topology.cluster_of(topology.open_to(ray.nodes(), pool), device)
 
 
 def available() -> Mapping[str, Mapping[str, float]]:
-    """Resources nobody has now, by node id. They lag behind what happens by a fraction of a second."""
+    """Returns the free resources by node id. They lag behind the actual state by a fraction of a second."""
     found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     return found
 
 
 def best_device() -> Device:
-    """CUDA where any node of the connected cluster offers GPUs, else the CPU."""
+    """Returns ``cuda`` if any node of the connected cluster has GPUs, else ``cpu``."""
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

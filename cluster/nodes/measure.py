@@ -1,4 +1,4 @@
-"""Measuring the connected cluster: every pair of nodes, one after the other, so that none disturbs another."""
+"""Measurement of the links of the connected cluster, one pair of nodes at a time, so that no measurement disturbs another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _WAIT_S = 60.0
 
 
 class MeasureError(RuntimeError):
-    """A node that did not take part: says which, and in what."""
+    """Raised when a node fails to take part in a measurement. The message names the node and what it had to do."""
 
 
 def measure(cluster: ClusterSpec, pairs: bool) -> ClusterSpec:
-    """The cluster with the links of its GPUs and, with `pairs`, of its nodes (about half a second for each two of them)."""
+    """Returns the cluster with the links between the GPUs of each node and, with `pairs`, the links between its nodes, each of
+    which takes about half a second to measure. Raises `MeasureError`."""
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     probes = {node.name: _probe(node, hosts[node.id]) for node in cluster.nodes if pairs or node.kind == "cuda"}
     try:

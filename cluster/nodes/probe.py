@@ -1,4 +1,4 @@
-"""One node's part in measuring a cluster: sends bytes to another node's probe, answers its own, looks at its GPUs."""
+"""The probe of one node in a link measurement: it sends bytes to other probes, answers them, and inspects its node's GPUs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _WAIT_S = 20.0
 
 
 class Probe:
-    """``listen`` on one, ``answer`` on it and ``measure`` on another at the same time."""
+    """One end of a link measurement: call `listen` on one probe, then `answer` on it and `measure` on another concurrently."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open a port for others; its address."""
+        """Open a port for other probes. Returns its (host, port)."""
         if self._listener is None:
             self._listener = socket.create_server((self._host, 0))
             self._listener.settimeout(_WAIT_S)
         return self._host, int(self._listener.getsockname()[1])
 
     def answer(self) -> None:
-        """Serve one measurement: single bytes come back one by one; then everything is read, and its end confirmed."""
+        """Serve one measurement: echo single bytes, then read everything until the end and confirm it."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
         with connection:
@@ -43,7 +43,8 @@ class Probe:
             connection.sendall(b".")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
-        """Latency one way in seconds (half the median round trip) and bytes a second, towards another probe."""
+        """Returns the one-way latency to another probe in seconds (half the median round trip), and the bandwidth in bytes per
+        second."""
         with socket.create_connection((host, port), timeout=_WAIT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = [_round_trip(connection) for _ in range(_PINGS)]
@@ -56,7 +57,7 @@ class Probe:
             return statistics.median(trips) / 2, sent / (time.perf_counter() - began)
 
     def gpu_topology(self) -> str:
-        """What ``nvidia-smi topo -m`` prints; empty where there is none."""
+        """Returns the output of ``nvidia-smi topo -m``; empty if the tool is not installed."""
         tool = shutil.which("nvidia-smi")
         if tool is None:
             return ""

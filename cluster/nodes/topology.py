@@ -1,4 +1,4 @@
-"""Reading a cluster out of what Ray knows of its nodes: resources and labels. Needs no Ray itself."""
+"""Translation of Ray's node list, with its resources and labels, into a `ClusterSpec`. This module does not import Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from placement.nodes.hardware import ClusterSpec, NodeSpec
 from placement.nodes.links import NVLINK, PCIE, Link, NodeLink, fast_domains
 
 NAME_LABEL = "shardwright/name"
-"""What a node is to be called; its address, unless given."""
+"""The label with the name of a node. Without it, a node is named by its address."""
 
 POOL_LABEL = "shardwright/pool"
-"""The pool whose replicas a node is kept for, one of `POOLS`; a node without it takes those of any."""
+"""The label with the pool that a node is reserved for, one of `POOLS`. A node without it takes the replicas of any pool."""
 POOLS = tuple(Role)
 
 RAY_DOMAIN = "ray.io/gpu-domain"
@@ -27,12 +27,12 @@ HEAD_RESOURCE = "node:__internal_head__"
 
 
 def resource_of(device: Device) -> str:
-    """What Ray counts the slots of a device in."""
+    """Returns the Ray resource that counts the slots of a device."""
     return "GPU" if device == "cuda" else "CPU"
 
 
 def cluster_of(nodes: Sequence[Mapping[str, Any]], device: Device) -> ClusterSpec:
-    """The live ones of ``ray.nodes()`` with their slots for ranks of `device`, in the order of their names."""
+    """Returns the live nodes of ``ray.nodes()`` with their slots for ranks of `device`, in the order of their names."""
     alive = [node for node in nodes if node["Alive"]]
     shared = Counter(_name(node) for node in alive)
     specs = (_node(node, device, shared[_name(node)] > 1) for node in alive)
@@ -40,33 +40,34 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], device: Device) -> ClusterSpe
 
 
 def open_to(nodes: Sequence[Mapping[str, Any]], pool: str) -> list[Mapping[str, Any]]:
-    """Those of ``ray.nodes()`` that are not kept for another pool than `pool`; all of them where it is empty."""
+    """Returns the nodes of ``ray.nodes()`` that are not reserved for a pool other than `pool`; all of them if it is empty."""
     return [node for node in nodes if not pool or (node.get("Labels") or {}).get(POOL_LABEL, pool) == pool]
 
 
 def pool_selector(pool: str) -> dict[str, str]:
-    """The same as a label selector of Ray's."""
+    """Returns the condition of `open_to` as a Ray label selector."""
     return {POOL_LABEL: f"!in({', '.join(other for other in POOLS if other != pool)})"} if pool else {}
 
 
 def slotless(nodes: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
-    """Ids of the live nodes that have no slot, such as a head that does no model work."""
+    """Returns the ids of the live nodes that have no slot, such as a head that runs no ranks."""
     return [node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get(resource_of(device), 0) < 1]
 
 
 def head_of(nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Id of the head node."""
+    """Returns the id of the live head node, or None."""
     return next((node["NodeID"] for node in nodes if node["Alive"] and HEAD_RESOURCE in node["Resources"]), None)
 
 
 def free_slots(cluster: ClusterSpec, available: Mapping[str, Mapping[str, float]], device: Device) -> list[int]:
-    """Slots of each node that nobody has now; `available`: free resources by node id. A rank on a GPU needs a CPU as well."""
+    """Returns the number of free slots of each node. `available` are the free resources by node id. A GPU rank needs a CPU
+    too."""
     wanted = {resource_of(device), "CPU"}
     return [int(min(available.get(node.id, {}).get(resource, 0) for resource in wanted)) for node in cluster.nodes]
 
 
 def domain_slots(nodes: Sequence[Mapping[str, Any]], device: Device) -> dict[str, int]:
-    """Slots of each domain that is named by the label Ray itself knows."""
+    """Returns the slots of each domain that Ray's own label (`RAY_DOMAIN`) names."""
     found: Counter[str] = Counter()
     for node in nodes:
         name = (node.get("Labels") or {}).get(RAY_DOMAIN)
@@ -76,8 +77,10 @@ def domain_slots(nodes: Sequence[Mapping[str, Any]], device: Device) -> dict[str
 
 
 def with_links(cluster: ClusterSpec, links: Sequence[NodeLink], inside: Mapping[str, Link]) -> ClusterSpec:
-    """The cluster with what was measured: links between nodes and, by node name, inside them. Nodes of a cluster that names no
-    domain get those that the links show."""
+    """Returns the cluster with measured links: `links` between nodes and `inside` them, by node name.
+
+    If no node of the cluster names a domain, the fast domains that follow from the links are set.
+    """
     found = {} if any(node.domain for node in cluster.nodes) else fast_domains([node.name for node in cluster.nodes], links)
     nodes = tuple(
         node.model_copy(update={"domain": node.domain or found.get(node.name), "inside": inside.get(node.name, node.inside)})
@@ -87,9 +90,10 @@ def with_links(cluster: ClusterSpec, links: Sequence[NodeLink], inside: Mapping[
 
 
 def device_link(topology: str) -> Link | None:
-    """The slowest link between two GPUs of a machine, of what ``nvidia-smi topo -m`` prints; None where it has fewer than two.
+    """Returns the slowest link between two GPUs of a machine, from the output of ``nvidia-smi topo -m``; None if it has fewer
+    than two GPUs.
 
-    ``NV12`` is NVLink; everything else goes over PCIe or further.
+    ``NV12`` and the like are NVLink; every other entry is taken as PCIe.
     """
     rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
     cells = {cell for row in rows for cell in row[1 : 1 + len(rows)] if cell != "X"}
@@ -124,7 +128,7 @@ def _first(labels: Mapping[str, str], keys: Sequence[str]) -> str | None:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Sorts ``10.0.0.10`` behind ``10.0.0.9``."""
+    """Returns a sort key for natural order, in which ``10.0.0.10`` follows ``10.0.0.9``."""
     return [(int(part) if part.isdigit() else -1, part) for part in _runs(text)]
 
 

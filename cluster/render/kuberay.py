@@ -1,8 +1,8 @@
-"""Manifests for KubeRay 1.7: a RayService for any layout, with what it stands on.
+"""Kubernetes manifests for KubeRay 1.7: a RayService for any layout, with its storage, state, network policies and monitor.
 
-One worker group holds all ranks, or one for each of two pools that do not share a machine. A replica of it is a group of
-`Fleet.hosts` pods that come, go and are replaced together: one pipeline over several machines, or one machine. All names begin
-with the deployment's, so that two never meet.
+One worker group contains all ranks, or there is one group per pool if the prefill and decode pools do not share a machine. A
+replica of a worker group is a set of `Fleet.hosts` pods that are created, deleted and replaced together: one pipeline over
+several machines, or one machine. All object names begin with the deployment's name, so that deployments do not collide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Manifest = dict[str, Any]
 
 
 class Cloud(BaseModel):
-    """What the Kubernetes cluster offers. `spare`: machines it has beyond those the deployment needs."""
+    """The properties of the Kubernetes cluster. `spare` is the number of machines beyond those that the deployment needs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +36,7 @@ class Cloud(BaseModel):
 
 
 def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]:
-    """Every object, by the file it goes to. Raises `LayoutError` for a name, image or label that Kubernetes would refuse."""
+    """Returns all objects by file name. Raises `LayoutError` for a name, image or label that Kubernetes would reject."""
     require_name(deployment.name)
     require_image(cloud.image)
     for group in deployment.groups:
@@ -52,7 +52,7 @@ def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]
 
 
 def kustomization(name: str, files: list[str], base: str | None = None) -> Manifest:
-    """The list of files that `kubectl apply -k` reads. Two secrets are made by hand: see `docs/clusters.md`."""
+    """Returns the kustomization that `kubectl apply -k` reads. Two secrets must be created manually: see `docs/clusters.md`."""
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -62,7 +62,7 @@ def kustomization(name: str, files: list[str], base: str | None = None) -> Manif
 
 
 def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
-    """The service: Serve's file, the cluster, and how it is replaced."""
+    """Returns the RayService: the Serve configuration, the Ray cluster, and the upgrade strategy."""
     text = yaml.safe_dump(serve_file(deployment, ingress_on_head=False), sort_keys=False)
     return {
         "apiVersion": "ray.io/v1",
@@ -79,8 +79,11 @@ def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
 
 
 def upgrade_strategy(needed: int, cloud: Cloud) -> Manifest:
-    """A second cluster beside the first where it fits; step by step where part of it does and there is a gateway to shift the
-    traffic; else none: delete and apply."""
+    """Returns the strategy for upgrades of a deployment that needs `needed` machines.
+
+    A new cluster is started beside the old one if the spare machines suffice. If they suffice for a part and there is a gateway
+    to shift traffic, the upgrade is incremental. Otherwise there is none: the service must be deleted and applied again.
+    """
     if cloud.spare >= needed:
         return {"type": "NewCluster"}
     percent = 100 * cloud.spare // needed
@@ -102,7 +105,7 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
             "idleTimeoutSeconds": 600,
             "resources": {"requests": {"cpu": "200m", "memory": "512Mi"}, "limits": {"cpu": "500m", "memory": "1Gi"}},
         },
-        # Without a namespace of its own, each cluster's state lies under the cluster's UID.
+        # No storage namespace is set, so the state of each cluster is stored under the cluster's UID.
         "gcsFaultToleranceOptions": {
             "redisAddress": f"{name}-state:6379",
             "redisPassword": {"valueFrom": {"secretKeyRef": {"name": f"{name}-state", "key": "password"}}},
@@ -119,7 +122,7 @@ def _cluster(deployment: Deployment, cloud: Cloud) -> Manifest:
 
 
 def _worker_group(group: MachineGroup, pod: Manifest) -> Manifest:
-    """Its label keeps the replicas of other pools away: see `cluster.replica.placement_group`."""
+    """Returns a worker group. Its pool label excludes the replicas of other pools: see `cluster.replica.placement_group`."""
     fleet = group.fleet
     return {
         "groupName": group.name,
@@ -134,13 +137,13 @@ def _worker_group(group: MachineGroup, pod: Manifest) -> Manifest:
 
 
 def _worker_params(machine: Machine) -> dict[str, str]:
-    """All are strings. On a CPU machine a slot is what Ray calls a CPU, however many it has."""
+    """Returns the Ray start parameters, all strings. On a CPU machine, the Ray CPUs are the slots, not the cores."""
     slots = {"num-cpus": str(machine.slots)} if machine.kind == "cpu" else {}
     return {**slots, "object-store-memory": str(machine.object_store_bytes)}
 
 
 def _redis(name: str, cloud: Cloud) -> list[Manifest]:
-    """Where the head keeps its state, so that a new head goes on where the old one ended."""
+    """Returns the Redis objects in which the head stores its state, so that a new head continues where the old one ended."""
     label = {"app.kubernetes.io/name": f"{name}-state"}
     password = {"name": "REDIS_PASSWORD", "valueFrom": {"secretKeyRef": {"name": f"{name}-state", "key": "password"}}}
     container = {
@@ -185,7 +188,7 @@ def _redis(name: str, cloud: Cloud) -> list[Manifest]:
 
 
 def _models_claim(name: str, cloud: Cloud) -> Manifest:
-    """One copy of the model for all pods."""
+    """Returns the volume claim for the models, which all pods share."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -200,8 +203,12 @@ def _claim(mode: Literal["ReadWriteOnce", "ReadWriteMany"], gib: int, cloud: Clo
 
 
 def _policies(name: str) -> list[Manifest]:
-    """Pods of the service talk among themselves on any port: ranks let the kernel choose, and so does UCX, over which one pool
-    hands KV to another (a TCP port for each rank and interface). Others reach HTTP and metrics, the operator the dashboard."""
+    """Returns the network policies.
+
+    Pods of the service may connect to one another on any port, because the kernel chooses the ports of ranks and of UCX, which
+    carries KV between pools (a TCP port per rank and interface). Other pods may reach HTTP and metrics, and the operator the
+    dashboard.
+    """
     pods = {"matchLabels": {SERVICE_LABEL: name}}
     anywhere: Manifest = {"namespaceSelector": {}}
     operator = {
@@ -233,7 +240,7 @@ def _policy(name: str, pods: Manifest, ingress: list[Manifest]) -> Manifest:
 
 
 def _pod_monitor(name: str) -> Manifest:
-    """Ray's own numbers from every pod, the engine's from every HTTP entrance."""
+    """Returns the monitor that scrapes Ray's metrics from every pod, and the engine's from every pod that serves HTTP."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",

@@ -1,4 +1,4 @@
-"""What may be written into the files: names, addresses, images, labels. Each `LayoutError` names the field and its value."""
+"""Validation of names, addresses, images and labels in rendered files. Each `LayoutError` names the field and its value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from placement.layout.layout import LayoutError
 
 _LONGEST_NAME = 40
-"""Characters: KubeRay makes other names of it, which must keep below Kubernetes' 63."""
+"""Greatest length of a deployment name. KubeRay derives longer names from it, which may have 63 characters at most."""
 _NAME = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 _HOST = re.compile("[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _IMAGE = re.compile(r"[A-Za-z0-9]\S*")
@@ -16,7 +16,7 @@ _LABEL = re.compile("[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 def require_name(name: str) -> None:
-    """Raise `LayoutError` for the name of a deployment that Kubernetes or a cloud would refuse."""
+    """Raises `LayoutError` for a deployment name that Kubernetes or a cloud would reject."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         raise LayoutError(
             f"name {name!r} must be at most {_LONGEST_NAME} of a-z, 0-9 and '-', begin with a letter and not end with '-'"
@@ -24,7 +24,7 @@ def require_name(name: str) -> None:
 
 
 def require_hosts(head: str, workers: Sequence[str]) -> None:
-    """Raise `LayoutError` for what is no address, and for a machine that is given twice."""
+    """Raises `LayoutError` for an invalid address, and for a machine that is given twice."""
     given = [("--head", head), *(("--worker", worker) for worker in workers)]
     seen: dict[str, str] = {}
     for option, host in given:
@@ -36,13 +36,13 @@ def require_hosts(head: str, workers: Sequence[str]) -> None:
 
 
 def require_image(image: str) -> None:
-    """Raise `LayoutError` for an image that no registry could have."""
+    """Raises `LayoutError` for an invalid image name."""
     if not _IMAGE.fullmatch(image):
         raise LayoutError(f"image {image!r} must be a name without spaces, as in registry.lan/shardwright:cuda")
 
 
 def require_accelerator(accelerator: str | None, kind: str) -> None:
-    """Raise `LayoutError` for an accelerator that no node's label could have, or that CPU ranks would not use."""
+    """Raises `LayoutError` for an accelerator that is not a valid label value, or that is given for CPU ranks."""
     if accelerator is None:
         return
     if kind == "cpu":

@@ -1,4 +1,4 @@
-"""Pods for KubeRay: containers that are not root, with shared memory, model cache, keys and the limits of their machine."""
+"""Pod templates for KubeRay: non-root containers with shared memory, model cache, API keys, and their machine's limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.openai.proxy.in_front",
-    # While the head is away the others go on; they wait this long for it to come back.
+    # Workers keep running while the head is down, and wait this long for it to come back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "HF_HOME": f"{MODELS}/huggingface",
 }
@@ -27,11 +27,11 @@ HEAD_MACHINE = {"cpu": "2", "memory": "8Gi"}
 
 
 SERVICE_LABEL = "shardwright/service"
-"""Names the service a pod belongs to, by which network policies and monitors find it."""
+"""The label with the service that a pod belongs to. Network policies and monitors select pods by it."""
 
 
 def head_pod(name: str, image: str, claim: str, keys: str) -> dict[str, Any]:
-    """The head: no model work (its `num-cpus` is 0), but the HTTP entrance of small clusters."""
+    """Returns the pod of the head node, which runs no ranks (its `num-cpus` is 0) and can serve HTTP."""
     container = {
         "name": "ray-head",
         "image": image,
@@ -52,7 +52,7 @@ def head_pod(name: str, image: str, claim: str, keys: str) -> dict[str, Any]:
 
 
 def worker_pod(name: str, image: str, machine: Machine, claim: str, keys: str) -> dict[str, Any]:
-    """A machine for ranks."""
+    """Returns the pod of a worker node, which runs ranks, with the limits of `machine`."""
     amounts = {"cpu": str(machine.cpus), "memory": f"{machine.memory_bytes // 2**20}Mi"}
     limits = amounts | ({"nvidia.com/gpu": str(machine.slots)} if machine.kind == "cuda" else {})
     container = {
@@ -63,7 +63,7 @@ def worker_pod(name: str, image: str, machine: Machine, claim: str, keys: str) -
         "resources": {"requests": limits, "limits": limits},
         "securityContext": _CONFINED,
         "volumeMounts": _mounts(),
-        # Ranks end by themselves when their raylet does; a step in flight may still answer.
+        # Ranks end by themselves when their raylet ends; a step in flight can still return its result.
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop"]}}},
     }
     spec: dict[str, Any] = {
@@ -99,7 +99,7 @@ def _mounts() -> list[dict[str, Any]]:
 
 
 def _volumes(shm_bytes: int, claim: str, keys: str) -> list[dict[str, Any]]:
-    """Shared memory counts against the memory of the pod. Ray's own folder is the operator's."""
+    """Returns the volumes of a pod. Shared memory counts against the pod's memory limit. The operator provides Ray's folder."""
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_bytes // 2**20}Mi"}},
         {"name": "models", "persistentVolumeClaim": {"claimName": claim}},

@@ -1,4 +1,4 @@
-"""Files for `ray up`: a head without model work, workers with slots, the commands that make a machine ready and start Ray."""
+"""Cluster files for `ray up`: a head that runs no ranks, workers with slots, and the setup and start commands of machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.render.start_commands import OWN_MACHINES, head_command, worker_com
 Provider = Literal["local", "aws", "gcp"]
 
 TOKEN = "~/.ray/auth_token"
-"""Made once, on the machine that runs `ray up`, by ``ray get-auth-token --generate``."""
+"""Path of the authentication token, created once with ``ray get-auth-token --generate`` on the machine that runs `ray up`."""
 
 SOURCE = "~/shardwright-source"
 VENV = "~/shardwright-venv"
@@ -24,7 +24,7 @@ INSTALL = (
     f"{VENV}/bin/pip install -q -c {SOURCE}/constraints.txt {SOURCE}'[pools]')",
     f"grep -q shardwright-venv ~/.bashrc || sed -i '1i export PATH={VENV}/bin:$PATH' ~/.bashrc",
 )
-"""Installs the checkout that `ray up` brings along, and puts it on the path of Ray's commands."""
+"""Shell commands that install the source tree that `ray up` copies, and put it on the path of Ray's commands."""
 
 
 def local_cluster(
@@ -35,12 +35,13 @@ def local_cluster(
     ssh_key: str | None = None,
     setup: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Machines that are there already, by address; `workers`: at least as many as the deployment needs, those of the first pool
-    first; what is left over takes replicas of any.
+    """Returns the cluster file for existing machines, given by address.
 
-    `setup`: commands that ready a machine, instead of bringing this checkout along and installing it.
+    `workers` must be at least as many as the deployment needs. The machines of the first pool come first, and machines left
+    over take replicas of any pool. `setup` are commands that prepare a machine; if given, they replace copying and installing
+    this source tree.
 
-    Raises `LayoutError` for a name that is none, what is no address, and a machine that is given twice.
+    Raises `LayoutError` for an invalid name or address, and for a machine that is given twice.
     """
     require_name(deployment.name)
     require_hosts(head, workers)
@@ -62,9 +63,9 @@ def local_cluster(
 def cloud_cluster(
     deployment: Deployment, provider: Literal["aws", "gcp"], instance: str, head_instance: str, place: dict[str, str]
 ) -> dict[str, Any]:
-    """Machines that the cloud starts. `place`: region and zone (and GCP's project).
+    """Returns the cluster file for machines that a cloud starts. `place` contains region and zone, and for GCP the project.
 
-    The head has a type of its own, so that it never counts against the workers. Raises `LayoutError` for a name that is none.
+    The head has its own node type, so that it does not count against the workers. Raises `LayoutError` for an invalid name.
     """
     require_name(deployment.name)
     machine, types = deployment.machine, {"aws": _aws_type, "gcp": _gcp_type}[provider]
@@ -116,10 +117,11 @@ def _common(deployment: Deployment, setup: Sequence[str]) -> dict[str, Any]:
 
 
 def _has_model(model: str) -> list[str]:
-    """A path must be there on every machine; a hub id is fetched by the ranks, into the cache of their user."""
+    """Returns the command that checks for the model if it is a path, which must exist on every machine. A hub id needs no
+    check: the ranks download the model into their user's cache."""
     if not model.startswith(("/", "~", ".")):
         return []
-    home = "~/" if model.startswith("~/") else ""  # a shell knows it only without quotes
+    home = "~/" if model.startswith("~/") else ""  # a shell expands it only outside quotes
     path, message = home + shlex.quote(model.removeprefix(home)), shlex.quote(f"the model {model} is missing on this machine")
     return [f"test -e {path} || (echo {message} >&2; exit 1)"]
 

@@ -1,4 +1,4 @@
-"""The Serve file of a deployment: what `serve deploy` and KubeRay's `serveConfigV2` read."""
+"""The Ray Serve configuration file of a deployment, which `serve deploy` and KubeRay's `serveConfigV2` read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from placement.nodes.fleet import Fleet, Machine
 
 HTTP_PORT = 8000
 NODES_WAIT_S = 3600.0
-"""Machines may take so long to start, images to be pulled included."""
+"""Seconds that machines may take to start, including the time to pull images."""
 
 
 class ReplicaPool(BaseModel):
-    """Replicas of one layout: `name` is that of their deployment in Serve, `argument` that of the application which says so
-    (``layout``, or ``prefill`` and ``decode``), `fleet` the machines they need."""
+    """The replicas of one layout.
+
+    `name` is the name of their deployment in Ray Serve, `argument` the argument of the application that contains the layout
+    (``layout``, or ``prefill`` and ``decode``), and `fleet` the machines that the replicas need.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,14 +30,14 @@ class ReplicaPool(BaseModel):
 
     @property
     def text(self) -> str:
-        """The argument's value."""
+        """The value of the application's argument."""
         if self.argument == "layout":
             return str(self.layout)
         return f"{self.layout.model_copy(update={'replicas': 1})}*{self.layout.replicas}"
 
 
 class MachineGroup(BaseModel):
-    """Machines of one kind for the replicas of one pool; of all, where `pool` is None."""
+    """Machines of one kind for the replicas of one pool, or of all pools if `pool` is None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,9 +47,10 @@ class MachineGroup(BaseModel):
 
 
 class Deployment(BaseModel):
-    """What is to run: the model as its machines see it (`model`), its pools of replicas, and the machines.
+    """The deployment to render: its model, its pools of replicas, and their machines.
 
-    `import_path` is the application's builder, `ingress` the name of its deployment.
+    `model` is the path or name of the model as the machines see it, `import_path` the application's builder, and `ingress` the
+    name of the ingress deployment.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +65,7 @@ class Deployment(BaseModel):
 
     @property
     def groups(self) -> tuple[MachineGroup, ...]:
-        """The machines: a group for each pool, or one where a single machine has slots for all their ranks."""
+        """The machine groups: one per pool, or a single group if there is one pool or one machine has slots for all ranks."""
         first = self.pools[0].fleet
         alike = len({pool.fleet.machine for pool in self.pools}) == 1
         if len(self.pools) == 1 or (alike and sum(pool.layout.devices for pool in self.pools) <= self.machine.slots):
@@ -70,12 +74,12 @@ class Deployment(BaseModel):
 
     @property
     def machine(self) -> Machine:
-        """The kind of machine; that of the first pool, where they differ."""
+        """The kind of machine; if the pools differ, that of the first pool."""
         return self.pools[0].fleet.machine
 
     @property
     def machines(self) -> int:
-        """All of them."""
+        """Total number of machines."""
         return sum(group.fleet.machines for group in self.groups)
 
     def __str__(self) -> str:
@@ -85,10 +89,10 @@ class Deployment(BaseModel):
 
 
 def serve_file(deployment: Deployment, ingress_on_head: bool) -> dict[str, Any]:
-    """The file as plain values.
+    """Returns the content of the file as plain values.
 
-    `ingress_on_head`: one HTTP process, on the head. Else one on each machine that has slots, so that none of them is special
-    and the service answers while the head is away.
+    With `ingress_on_head`, one HTTP process runs on the head. Otherwise one runs on each machine that has slots, so that the
+    service answers even while the head is down.
     """
     arguments: dict[str, Any] = {
         "model": deployment.model,

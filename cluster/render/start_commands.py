@@ -1,11 +1,11 @@
-"""The lines that start Ray on machines of one's own: environment, limits, ports, resources, labels.
+"""The commands that start Ray on a machine: environment, limits, ports, resources and labels.
 
-Every port that another machine must reach is stated, for firewalls::
+Every port that another machine must reach is fixed, so that firewalls can be configured::
 
     6379 head (GCS)   8265 dashboard and `serve deploy`   8076 object manager   8077 node manager   8000 HTTP
     10002-19999       workers
-    the kernel's own  what ranks open between themselves, UCX included, over which one pool hands KV to another
-                      (/proc/sys/net/ipv4/ip_local_port_range, 32768-60999 unless changed)
+    ephemeral ports   connections between ranks, including UCX, which carries KV between pools
+                      (/proc/sys/net/ipv4/ip_local_port_range, by default 32768-60999)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from placement.nodes.fleet import Machine
 HEAD_PORT = 6379
 DASHBOARD_PORT = 8265
 LABELS_FILE = "/etc/shardwright/labels"
-"""A machine's own labels, as in ``rack=r1,zone=z1``; a machine without the file has none."""
+"""The file with a machine's own labels, as in ``rack=r1,zone=z1``. A machine without the file has none."""
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # the token is in ~/.ray/auth_token of every machine
@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 HEAD_ENVIRONMENT = {
-    # A machine that is cut off is known to be lost after about 8 s; by default it takes up to a minute.
+    # With these values a disconnected machine counts as lost after about 8 s; by default it takes up to a minute.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -37,13 +37,13 @@ HEAD_ENVIRONMENT = {
 
 
 OWN_MACHINES = {
-    # The newer autoscaler counts the head among the workers of machines given by address: the last one would never start.
+    # The v2 autoscaler counts the head as a worker if machines are given by address, and so never starts the last one.
     "RAY_enable_autoscaler_v2": "0",
 }
 
 
 def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str:
-    """The head does no model work: it has no slots. `more`: further variables of its environment."""
+    """Returns the command that starts the head, which has no slots for ranks. `more` are further environment variables."""
     settings = [
         *(f"{name}={value}" for name, value in {**ENVIRONMENT, **HEAD_ENVIRONMENT, **(more or {})}.items()),
         "ray start --head",
@@ -59,10 +59,10 @@ def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str
 
 
 def worker_command(machine: Machine, kept: Mapping[str, Sequence[str]] | None = None) -> str:
-    """A machine for ranks, with its slots and its own labels.
+    """Returns the command that starts a worker, with the slots of `machine` and the machine's own labels.
 
-    `kept`: by pool, the machines (addresses or host names) that are kept for it. All workers have one command, so each looks
-    itself up in it.
+    `kept` are the machines (addresses or host names) that are reserved for each pool. All workers run the same command, in
+    which each machine looks up its own pool.
     """
     settings = [
         *(f"{name}={value}" for name, value in ENVIRONMENT.items()),
@@ -77,7 +77,7 @@ def worker_command(machine: Machine, kept: Mapping[str, Sequence[str]] | None = 
 
 
 def _look_up(kept: Mapping[str, Sequence[str]]) -> str:
-    """Puts the label of this machine's pool into a variable, or nothing."""
+    """Returns shell code that sets the variable POOL to the pool label of the machine it runs on, or to nothing."""
     cases = ((pool, "|".join(f'*" {name} "*' for name in names)) for pool, names in kept.items())
     lines = " ".join(f"{names}) POOL={POOL_LABEL}={pool};;" for pool, names in cases)
     return f'POOL=; case " $(hostname -I) $(hostname) " in {lines} esac; '
@@ -85,7 +85,7 @@ def _look_up(kept: Mapping[str, Sequence[str]]) -> str:
 
 _LABELS = f"$(cat {LABELS_FILE} 2>/dev/null)"
 _POOL_AND_LABELS = f"$(echo $POOL $(cat {LABELS_FILE} 2>/dev/null) | tr ' ' ,)"
-"""A comma between them only where there are both."""
+"""The pool label and the machine's own labels, with a comma between them only if both exist."""
 
 
 _NODE_PORTS = ("--object-manager-port=8076", "--node-manager-port=8077", "--min-worker-port=10002", "--max-worker-port=19999")

@@ -1,9 +1,9 @@
-"""Why a deployment's process could not be made, kept where the command that deploys can read it.
+"""Error reports of deployments whose replicas could not be constructed, stored where the deploying command can read them.
 
-Ray Serve hands on an error of a constructor as the text of its traceback. So the constructor leaves its own errors, with their
-codes, in Ray's key-value store, which is there before any replica runs.
+Ray Serve forwards an error of a replica's constructor only as the text of its traceback. The constructor therefore stores its
+own errors, with their codes, in Ray's internal key-value store, which is available before any replica runs.
 
-    constructor ──keeping──→ store ──kept──→ command         one report a deployment, the newest
+    constructor ──keeping──→ store ──kept──→ command         the newest report of each deployment
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHERE = NAMESPACE.encode()
 
 @contextmanager
 def keeping(application: str, deployment: str) -> Iterator[None]:
-    """Keep the report of a `ReportedError` that is raised inside. It is raised all the same, as is every other error."""
+    """Context manager that stores the report of a `ReportedError` raised inside it. All errors propagate."""
     try:
         yield
     except Exception as error:
@@ -34,13 +34,13 @@ def keeping(application: str, deployment: str) -> Iterator[None]:
 
 
 def kept(application: str, deployment: str) -> ErrorReport | None:
-    """The newest report of a deployment since `forget`, None where there is none."""
+    """Returns the newest report of a deployment since `forget`, or None if there is none."""
     found = _internal_kv_get(_key(application, deployment), namespace=_WHERE)
     return None if found is None else ErrorReport(**json.loads(found))
 
 
 def forget(application: str) -> None:
-    """Drop the reports of an application, which is deployed anew."""
+    """Delete the reports of an application, which is about to be deployed again."""
     for key in _internal_kv_list(_key(application, ""), namespace=_WHERE):
         _internal_kv_del(key, namespace=_WHERE)
 

@@ -1,6 +1,6 @@
-"""From reserved bundles to running ranks: actors in their bundles, groups joined, weights loaded.
+"""Launch of a replica's ranks: actors in reserved placement-group bundles, process groups connected, weights loaded.
 
-reserve bundles ──→ make actors ──→ locations ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
+reserve bundles ──→ create actors ──→ locations ──→ rendezvous ──→ connect ──→ load ──→ run (a sentinel per rank)
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class ReplicaRanks:
     locations: tuple[RankLocation, ...]
     loaded: tuple[Loaded, ...]
     token: str
-    """Names this generation of ranks to the engine."""
+    """Identifies this generation of ranks to the engine."""
 
     def run(self, address: str, num_blocks: int) -> list[ray.ObjectRef[Any]]:
-        """Start every rank's endless loop; a reference that becomes ready is the death of that rank."""
+        """Start the endless loop of every rank. Returns one reference per rank, which becomes ready when that rank ends."""
         return [actor.run.remote(address, self.token, num_blocks) for actor in self.actors]
 
     def kill(self) -> None:
-        """End every rank process now."""
+        """Kill every rank process."""
         for actor in self.actors:
             ray.kill(actor)
 
 
 def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> ReplicaRanks:
-    """Bring up all ranks of one replica in its reserved bundles. On any failure every rank is ended, and `LaunchError` says
-    why."""
+    """Launch all ranks of one replica in its reserved bundles. On any failure all ranks are killed.
+
+    Raises `LaunchError` with the reason if a rank cannot start, is misplaced, or does not finish in time.
+    """
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
     try:
@@ -77,12 +79,13 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
 
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:
-    """How far every rank actor of the connected cluster is, by actor name; ranks that do not answer are left out."""
+    """Returns the status of every rank actor of the connected cluster, by actor name. Ranks that do not answer are omitted."""
     return _asked("progress", timeout_s)
 
 
 def rank_reports(timeout_s: float = 5.0) -> dict[str, RankReport]:
-    """Where every rank actor of the connected cluster is and how far, by actor name; the silent ones are left out."""
+    """Returns the location and status of every rank actor of the connected cluster, by actor name. Ranks that do not answer are
+    omitted."""
     return _asked("report", timeout_s)
 
 
@@ -90,7 +93,7 @@ def _asked(method: str, timeout_s: float) -> dict[str, Any]:
     names = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     asked: dict[ray.ObjectRef[Any], str] = {}
     for name in names:
-        with suppress(ValueError):  # gone since it was listed
+        with suppress(ValueError):  # the actor has ended since it was listed
             asked[getattr(ray.get_actor(name, namespace=NAMESPACE), method).remote()] = name
     ready, _late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     answers = {}
@@ -139,7 +142,7 @@ def _connect(
     deadline: float,
     reserved: ReservedBundles,
 ) -> None:
-    """All ranks join their groups. Raises `LaunchError`, which says where they all are."""
+    """Connect all ranks to their process groups. Raises `LaunchError`, with the locations of all ranks in the message."""
     try:
         _all("connect", [actor.connect.remote(rendezvous) for actor in actors], deadline, reserved)
     except LaunchError as error:
@@ -147,7 +150,7 @@ def _connect(
 
 
 def _all(what: str, refs: Sequence[ray.ObjectRef[Any]], deadline: float, reserved: ReservedBundles) -> list[Any]:
-    """Every result, in rank order; the first failure, a lost bundle or the deadline ends the wait. Raises `LaunchError`."""
+    """Returns every result, in rank order. Raises `LaunchError` on the first failure, a lost bundle, or at the deadline."""
     waiting, rank_of = list(refs), {ref: rank for rank, ref in enumerate(refs)}
     while waiting:
         left = deadline - time.monotonic()

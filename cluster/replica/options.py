@@ -1,4 +1,4 @@
-"""What a user may set of a replica: the options of its engine and of its KV tiers, and those of its ranks."""
+"""The user options of a replica: those of its engine, of its KV tiers, and of its ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from placement.model.bounds import PositiveInt
 
 
 class ReplicaOptions(EngineOptions, TierOptions):
-    """The same for every replica of a deployment. `ServeArgs` and `ReplicaSettings` both inherit them."""
+    """The options of a replica, equal for every replica of a deployment. `ServeArgs` and `ReplicaSettings` inherit them."""
 
     model_config = ConfigDict(title="Ranks of a replica")
 
     kv_bytes: Annotated[ByteCount, Field(ge=1)] | None = None
-    """KV cache of one rank, for example 2GiB; default: what its device has left, on a CPU 1GiB at most."""
+    """Size of the KV cache of one rank, for example 2GiB; default: the free memory of its device, on a CPU at most 1GiB."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of one rank; default: an even share of the cores."""
+    """Number of CPU threads of one rank; default: an even share of the cores."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
-    """Steps between looks at how evenly experts are loaded; 0: never; default: 3000 where ep > 1."""
+    """Number of steps between checks of the expert load balance; 0: never; default: 3000 if ep > 1."""
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Look at once when the mean load of ranks with experts falls below this part of the largest."""
+    """Check at once when the mean load of the expert-parallel ranks falls below this fraction of the largest load."""
     nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds to wait for nodes that are still to start; 0: a layout that does not fit now is refused at once."""
+    """Seconds to wait for nodes that have not started yet; 0: a layout that does not fit at present is refused at once."""

@@ -1,11 +1,11 @@
-"""Bundles for ranks: one placement group per replica, one bundle per tensor-parallel group.
+"""Ray placement groups for ranks: one placement group per replica, one bundle per tensor-parallel (TP) group.
 
-A bundle is never split over nodes, so a tp group sits inside one node by construction. Which node each bundle sits on is
-decided by `placement.nodes.assignment`, from what is free, and asked for by node id.
+Ray never splits a bundle over nodes, so a TP group is always inside one node. `placement.nodes.assignment` chooses the node of
+each bundle from the free resources, and the bundle is requested on that node by its id.
 
-    look at the nodes ──→ impossible ──→ refuse, or (nodes may come) wait with the demand known to Ray
+    inspect the nodes ──→ impossible ──→ refuse, or, if nodes may still start, wait with the demand announced to Ray
           ↑               busy       ──→ wait
-          └────────────── assigned   ──→ reserve; somebody was faster: look again
+          └────────────── assigned   ──→ reserve; if the resources were taken meanwhile, inspect again
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ log = logging.getLogger("shardwright.placement")
 
 NODE_ID = "ray.io/node-id"
 _LOST_NODES_S = 24 * 3600.0
-"""A replica that had a placement waits so long for the nodes to come back."""
+"""Seconds that a replica which has had a placement before waits for lost nodes to come back."""
 _RESERVE_S = 3.0
-"""Bundles that are free are reserved in milliseconds; if not, somebody else has them."""
+"""Seconds to wait for a reservation. Free bundles are reserved in milliseconds, so a longer wait means that they were taken."""
 
 
 @dataclass(frozen=True)
 class ReservedBundles:
-    """A replica's reserved bundles: the bundle of each rank, and the node (Ray's id) of each bundle."""
+    """The reserved bundles of a replica: the bundle of each rank, and the Ray node id of each bundle."""
 
     group: PlacementGroup
     bundle_of_rank: tuple[int, ...]
     nodes: tuple[str, ...]
 
     def node_of(self, world_rank: int) -> str:
-        """The node a rank must run on."""
+        """Returns the id of the node that a rank must run on."""
         return self.nodes[self.bundle_of_rank[world_rank]]
 
     def are_whole(self) -> bool:
-        """Whether every bundle is still reserved: none of the nodes is gone."""
+        """Whether every bundle is still reserved, that is, no node of the placement group is lost."""
         return str(placement_group_table(self.group).get("state")) == "CREATED"
 
     def free(self) -> None:
-        """Give them back."""
+        """Remove the placement group."""
         remove_placement_group(self.group)
 
 
 def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundles:
-    """Reserve the bundles of one replica, which are freed when the calling process ends.
+    """Reserve the bundles of one replica. They are freed when the calling process ends.
 
-    Impossible is told apart from busy before waiting: it is refused at once, unless the nodes were there before, or are still
-    to start (`ReplicaSettings.nodes_wait_s`). `home`: the node (Ray's id) to begin on where nothing speaks against it. Raises
-    `PlacementError`.
+    If the nodes have the resources but are busy, the call waits for them. If they lack the resources, the request is refused at
+    once, unless the deployment has had a placement before or nodes are still to start (`ReplicaSettings.nodes_wait_s`). `home`
+    is the Ray id of the node on which to place the first bundle if possible. Raises `PlacementError`.
     """
     wanted, again = bundles(settings.layout, settings.device), _had_placement(settings)
     wait = PlacementWait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
@@ -95,23 +95,24 @@ def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundl
 
 
 def node_resources(pool: str = "") -> dict[str, dict[str, float]]:
-    """Total resources of every live node that the pool may use, by its address and id, as Ray names them."""
+    """Returns the total resources of every live node that the pool may use, under Ray's resource names, by address and node
+    id."""
     nodes = [node for node in open_to(ray.nodes(), pool) if node["Alive"]]
     return {f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in nodes}
 
 
 def none_at_all(device: Device) -> str | None:
-    """Why no rank of any layout could ever sit on the live nodes; None where one could."""
+    """Returns the reason why no rank of any layout fits on the live nodes, or None if one fits."""
     return impossible(bundles(Layout(), device), node_resources())
 
 
 def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
-    """The bundle of each rank, in world-rank order."""
+    """Returns the bundle of each rank, in world-rank order."""
     return tuple(bundle_of(settings.layout, rank) for rank in range(settings.layout.world))
 
 
 def _try_reserve(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str | None) -> ReservedBundles | None:
-    """The bundles on what is free now; None where that is too little, or somebody else was faster."""
+    """Reserve the bundles on free resources. Returns None if these do not suffice, or were taken in the meantime."""
     cluster = discover(settings.device, settings.pool)
     free = free_slots(cluster, available(), settings.device)
     ids = [node.id for node in cluster.nodes]
@@ -130,16 +131,16 @@ def _try_reserve(settings: ReplicaSettings, wanted: Sequence[Bundle], home: str 
 
 
 def _verify(group: PlacementGroup, nodes: Sequence[str]) -> None:
-    """The bundles are where they were asked for. Raises `PlacementError`."""
+    """Check that the bundles are on the requested nodes. Raises `PlacementError` otherwise."""
     got: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     wrong = [f"bundle {at} on {got.get(at)} instead of {node}" for at, node in enumerate(nodes) if got.get(at) != node]
     if wrong:
         remove_placement_group(group)
-        raise PlacementError(f"Ray has placed {'; '.join(wrong)}")
+        raise PlacementError(f"Ray placed {'; '.join(wrong)}")
 
 
 def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, assignment: BundleAssignment) -> None:
-    """A layout that must cross a slow link says what that costs: one token for each DP rank."""
+    """Log the traffic over each slow link that the layout crosses, for a decode step of one token per DP rank."""
     step = StepShape.of(settings.layout.attn_dp, 1, dtype=settings.dtype, dp_size=settings.layout.attn_dp)
     ranks = nodes_of_ranks(settings.layout, assignment)
     for line in crossing_lines(cluster, link_loads(settings.spec, settings.layout, step, cluster, ranks), only_slow=True):
@@ -147,8 +148,11 @@ def _warn_of_slow_links(settings: ReplicaSettings, cluster: ClusterSpec, assignm
 
 
 def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGroup:
-    """Tells Ray, and with it an autoscaler, what is missing: in one fast domain where Ray knows one that is large enough, a
-    node for each stage where there are several."""
+    """Create a pending placement group that announces the missing resources to Ray and its autoscaler.
+
+    The bundles are requested within one fast domain if Ray knows one that is large enough, and on different nodes if the layout
+    has several PP stages.
+    """
     largest = max(domain_slots(open_to(ray.nodes(), settings.pool), settings.device).values(), default=0)
     strategy = {NODE_ID: "SPREAD" if settings.layout.pp > 1 else "PACK"}
     if largest >= settings.layout.world:
@@ -161,7 +165,7 @@ def _demand(settings: ReplicaSettings, wanted: Sequence[Bundle]) -> PlacementGro
 
 
 def _had_placement(settings: ReplicaSettings) -> bool:
-    """Whether a replica of this deployment had a placement once."""
+    """Whether a replica of this deployment has had a placement before."""
     return bool(settings.deployment) and bool(_internal_kv_exists(_key(settings), namespace=NAMESPACE.encode()))
 
 

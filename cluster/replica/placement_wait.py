@@ -1,6 +1,6 @@
-"""A replica that waits for its placement looks again and again, and says so: in its log, and to the command that started it.
+"""Waiting for a placement: periodic retries, with progress messages in the log and to the command that started the replica.
 
-What it says goes through Ray's own key-value store, which is there before any replica runs.
+The messages are published in Ray's internal key-value store, which is available before any replica runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _WHERE = NAMESPACE.encode()
 
 
 class PlacementError(ReportedError, RuntimeError):
-    """The cluster cannot place a replica, or did not in time. Says which bundle, which resource, and what there is."""
+    """Raised when the cluster cannot place a replica, or did not in time. The message names the bundle, the resource, and what
+    the nodes have."""
 
     code = "no_room"
 
 
 class PlacementWait:
-    """Looks until a deadline."""
+    """Paces the retries of a reservation until `timeout_s` seconds have passed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._began, self._timeout_s = time.monotonic(), timeout_s
@@ -37,7 +38,10 @@ class PlacementWait:
         self._key = _KEY + secrets.token_hex(8).encode()
 
     def poll(self, why: str) -> None:
-        """Raises `PlacementError` when the time is up."""
+        """Publish the reason for waiting from time to time, and sleep until the next retry.
+
+        Raises `PlacementError` with `why` if the time is up.
+        """
         now = time.monotonic()
         if now - self._began > self._timeout_s:
             raise PlacementError(f"{why} (waited {now - self._began:.0f} s)")
@@ -49,12 +53,12 @@ class PlacementWait:
         time.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """Withdraw the published message."""
         if self._reported_at > self._began:
             _internal_kv_del(self._key, namespace=_WHERE)
 
 
 def wait_messages() -> list[str]:
-    """What the waiting replicas of the connected cluster have published last; those too that were ended while they waited."""
+    """Returns the last message of each waiting replica of the connected cluster, including replicas killed while waiting."""
     lines = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
     return [line.decode() for line in lines if line]

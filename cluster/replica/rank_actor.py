@@ -1,4 +1,4 @@
-"""A rank as a Ray actor: adds what only Ray knows, and keeps torch out of every process but the ranks' own."""
+"""The Ray actor of a rank. It adds what only Ray knows, and keeps torch out of all processes except the ranks' own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RankActor:
-    """Holds a `Rank`. It is imported here, in the actor's process: whoever creates the actor needs no torch."""
+    """Holds a `Rank`, which is imported in the actor's process, so that the process that creates the actor needs no torch."""
 
     def __init__(self, config: RankConfig) -> None:
         from actors.rank.rank import Rank
@@ -24,33 +24,33 @@ class RankActor:
         self._rank: Rank = Rank(config)
 
     def where(self) -> RankLocation:
-        """The node, address and process of this rank."""
+        """Returns the node, address and process of this rank."""
         return self._rank.location(ray.get_runtime_context().get_node_id(), str(get_node_ip_address()))
 
     def serve_store(self, token: str, host: str) -> int:
-        """See `Rank.serve_store`."""
+        """Calls `Rank.serve_store`."""
         return self._rank.serve_store(token, host)
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """See `Rank.connect`."""
+        """Calls `Rank.connect`."""
         self._rank.connect(rendezvous)
 
     def load(self) -> Loaded:
-        """See `Rank.load`."""
+        """Calls `Rank.load`."""
         return self._rank.load()
 
     def run(self, address: str, token: str, num_blocks: int) -> None:
-        """See `Rank.run`."""
+        """Calls `Rank.run`."""
         self._rank.run(address, token, num_blocks)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> RankStatus:
-        """`Rank.status`, answered while `run` occupies the actor's main thread."""
+        """Calls `Rank.status`. It is answered even while `run` occupies the actor's main thread."""
         return self._rank.status()
 
     @ray.method(concurrency_group="control")
     def report(self) -> RankReport:
-        """Where this rank is and how far, answered while `run` occupies the actor's main thread."""
+        """Returns the location and status of this rank. It is answered even while `run` occupies the actor's main thread."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU") or []
         device = self._config.device
         return RankReport(

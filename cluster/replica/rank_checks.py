@@ -1,4 +1,4 @@
-"""Where the ranks of a replica really are, checked before they look for each other: in their bundles, and within reach."""
+"""Checks of the ranks' actual locations before they connect: each rank must be in its bundle and reachable by the others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from placement.model.errors import ReportedError
 
 
 class LaunchError(ReportedError, RuntimeError):
-    """Ranks that did not come up: says which rank, what it was doing, and why it failed."""
+    """Raised when the ranks of a replica cannot be launched. The message names the rank, what it was doing, and the reason."""
 
     code = "launch_failed"
 
 
 def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles) -> None:
-    """Every rank runs on the node of its bundle. Raises `LaunchError`."""
+    """Raises `LaunchError` unless every rank runs on the node of its bundle."""
     for location in locations:
         node = reserved.node_of(location.world_rank)
         if location.node_id != node:
@@ -26,7 +26,7 @@ def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles
 
 
 def check_reachable(locations: Sequence[RankLocation]) -> None:
-    """No rank is at a loopback address, unless all are on one machine, whose nodes may well use it. Raises `LaunchError`."""
+    """Raises `LaunchError` if a rank has a loopback address, unless all ranks are on one machine, where that works."""
     nodes, machines = {location.node_id for location in locations}, {location.machine for location in locations}
     for location in locations:
         if len(machines) > 1 and ipaddress.ip_address(location.host).is_loopback:
@@ -39,7 +39,7 @@ def check_reachable(locations: Sequence[RankLocation]) -> None:
 
 
 def described(locations: Sequence[RankLocation]) -> str:
-    """Machine, address and interface of each rank, for a person who finds out why they did not meet."""
+    """Returns the machine, address and interface of each rank as text, for finding out why they did not connect."""
     return ", ".join(f"{location.world_rank} on {location.name} at {location.host}{_over(location)}" for location in locations)
 
 

@@ -1,7 +1,7 @@
-"""A replica: one engine and the ranks that run its plans, alive as long as both are.
+"""A replica: one engine and the ranks that run its plans, supervised together.
 
-Any rank's death, or a step that does not come back, ends all ranks: their requests get one error event each, and the
-ranks are made anew in the same bundles, or in others where a node is gone. The replica process itself stays.
+If a rank dies or a step does not return, all ranks are killed. Each of their requests ends with one error event, and the ranks
+are launched again in the same bundles, or in new ones if a node is lost. The replica process itself keeps running.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ log = logging.getLogger("shardwright.replica")
 
 _WATCH_EVERY_S = 0.5
 _REACH_S = 10.0
-"""A replica that cannot connect to the ingress in this time cannot answer it."""
+"""Seconds after which a replica gives up connecting to an ingress."""
 _REACH_EVERY_S = 0.002
 _REBUILDS = 3
-"""Rebuilds in a row that may fail before the replica gives up and lets Serve replace it."""
+"""Number of consecutive failed rebuilds after which the replica gives up and Ray Serve replaces it."""
 
 
 class Replica:
-    """One model copy behind one queue. Made by Ray Serve, which calls `generate`, `health`, `gauges`, `role_report`,
-    `change_role`,
-    `check_health`."""
+    """One copy of the model behind one queue. Ray Serve constructs it, and calls `generate`, `health`, `gauges`, `role_report`,
+    `change_role` and `check_health`."""
 
     def __init__(self, settings: ReplicaSettings, name: str) -> None:
         self._settings, self._name = settings, name
@@ -76,16 +75,16 @@ class Replica:
         least_prefill_load: int = 0,
         is_fallback: bool = False,
     ) -> bytes | None:
-        """Run one packed request; its events go to the packed `reply_to`, an empty one at once. Returns when the last one is
-        sent, or when the ingress is gone: the engine then drops the request.
+        """Run one packed request. Its events are sent to the packed `reply_to`, the first one, which is empty, at once.
 
-        A request that is refused has no events: its only one is returned, packed. Cancelling the call cancels the request.
-        The last event of a prompt that was not handed off is returned as well as sent.
+        Returns when the last event is sent, or when the ingress is gone, in which case the engine drops the request. A refused
+        request sends no events; its only event is returned, packed. Cancelling the call cancels the request. If the KV of a
+        prompt was not handed off, the last event is returned as well as sent.
 
-        `excluded_replicas` names replicas that refused it, `preferred_replica` that which shall have it; routers read them,
-        nothing here. `least_prefill_load`:
-        what the least busy other replica that takes prompts has to do; a mixed one has prompts computed there while it has more
-        to do itself. `is_fallback`: see `ReplicaRole.admit`.
+        `excluded_replicas` are the replicas that have refused the request, and `preferred_replica` is the one that should run
+        it; only the routers read these two. `least_prefill_load` is the load of the least busy other replica that takes
+        prompts; while this replica is mixed and has a higher load, its prompts are computed there. `is_fallback`: see
+        `ReplicaRole.admit`. Raises `IngressGone` if the replica cannot connect to the ingress.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
         work, is_busier = WorkKind.of(request), self._role.ongoing > least_prefill_load
@@ -132,13 +131,13 @@ class Replica:
         return unsent[0].pack() if unsent else None
 
     def _listening(self) -> ReplyTo:
-        """Where prefill replicas send what they have to say of this one's tickets."""
+        """Returns the address to which prefill replicas send the events of this replica's tickets."""
         if self._receiver is None:
             self._receiver = TokenReceiver.listen(get_node_ip_address(), self.engine.on_ticket_event)
         return self._receiver.reply_to
 
     async def _reach(self, to: ReplyTo) -> None:
-        """Connect to an ingress, unless it is done. Raises `IngressGone` when it does not answer in time."""
+        """Connect to an ingress, unless connected already. Raises `IngressGone` if it does not answer in time."""
         deadline = time.monotonic() + _REACH_S
         while not self._tokens.connected(to):
             if time.monotonic() > deadline:
@@ -155,11 +154,11 @@ class Replica:
         )
 
     def health(self) -> str | None:
-        """None when a step finished recently or there is nothing to do, on ranks that are all alive; else the reason."""
+        """Returns None if all ranks are alive and a step has finished recently or there is no work, else the reason."""
         return self._down or self.engine.healthy()
 
     def gauges(self) -> tuple[str, dict[str, float]]:
-        """This replica's name, and the numbers of its engine."""
+        """Returns the name of this replica and the gauges of its engine."""
         found = self.engine.stats().gauges()
         if self._settings.in_pool:
             report = self._role.report()
@@ -167,23 +166,23 @@ class Replica:
         return self._name, found
 
     async def role_report(self) -> RoleReport:
-        """What it takes, and how far a change of that is."""
+        """Returns the role of this replica and the progress of a role change."""
         return self._role.report(self.health())
 
     async def change_role(self, name: str, role: str, within_s: float) -> RoleReport | None:
-        """Begin to change what the replica of that name takes; None from every other. See `ReplicaRole.change`."""
+        """Begin to change the role of this replica if its name is `name`, else return None. See `ReplicaRole.change`."""
         if name != self._name:
             return None
         self._role.change(Role(role), within_s)
         return await self.role_report()
 
     def check_health(self) -> None:
-        """Serve's own probe: fails only when this process cannot mend itself."""
+        """The health probe of Ray Serve. Raises `RuntimeError` only if this process cannot recover by itself."""
         if self._dead is not None:
             raise RuntimeError(self._dead)
 
     def close(self) -> None:
-        """End the engine and every rank."""
+        """End the engine and all ranks, and free the bundles."""
         self._closing.set()
         self.engine.close()
         self._tokens.close()
@@ -215,7 +214,7 @@ class Replica:
         self._ranks.kill()
         for _attempt in range(_REBUILDS):
             try:
-                if not self._reserved.are_whole():  # a node is gone, and its bundles with it
+                if not self._reserved.are_whole():  # a node is lost, and its bundles with it
                     self._reserved.free()
                     self._reserved = placement_group.reserve(self._settings, _here())
                 self._ranks = launch.launch(self._settings, self._reserved, self._name)
@@ -232,7 +231,7 @@ class Replica:
 
 
 def _here() -> str:
-    """The node of this process, as Ray calls it."""
+    """Returns the Ray node id of this process."""
     return str(ray.get_runtime_context().get_node_id())
 
 
@@ -248,7 +247,7 @@ def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) 
 
 
 def _num_blocks(settings: ReplicaSettings, ranks: launch.ReplicaRanks) -> int:
-    """KV blocks of every rank. Raises `MemoryBudgetError`."""
+    """Returns the number of KV blocks of every rank. Raises `MemoryBudgetError` if the memory does not suffice."""
     needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
     free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
     return kv_budget.kv_blocks(needs, settings.kv_bytes, free, settings.max_model_len, settings.max_sequences)

@@ -1,10 +1,11 @@
-"""What a replica of a pool takes: prompts of which others decode, whole requests, or both; and how that changes at run time.
+"""Replica roles of prefill/decode disaggregation: which work a replica admits, and how its role changes at run time.
 
-    prefill   prompts          change ──→ refuses what the new role does not take ──none of that is left──→ the new role
+    prefill   prompts          change ──→ refuses work that the new role does not take ──none of it is left──→ the new role
     decode    requests                         └──deadline──→ the old role
     mixed     both
 
-Every engine of a pool can do all of it, so a role is only about what is let in.
+A prompt is prefilled here and decoded by another replica; a request is run as a whole. Every engine can do both, so a role only
+governs admission.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from actors.wire.roles import Role, WorkKind
 
 
 class WrongRole(RequestRefused):
-    """A replica is asked for what it is not for, or will not be for soon. Another one may be."""
+    """Raised when a replica refuses work that its role, or the role it is changing to, does not take. Another replica may take
+    it."""
 
     code = "wrong_role"
 
 
 class RoleReport(BaseModel):
-    """How it stands with a replica. Times in seconds."""
+    """The role of a replica, and the progress of a role change. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     role: Role
     becomes: Role | None = None
-    """The role it takes once nothing is left of what that one does not take."""
+    """The role that the replica changes to once it has no work left that this role does not take; None: no change."""
     waits_for: dict[WorkKind, int] = {}
-    """What is left of it."""
+    """Number of pieces of such work left, by kind."""
     left_s: float = 0.0
-    """Until the change is given up."""
+    """Seconds until the change is given up."""
     gave_up: str | None = None
-    """Why the last change did not happen."""
+    """The reason why the last change was given up."""
     ongoing: int = 0
-    """Prompts and requests it has now."""
+    """Number of prompts and requests in progress."""
     down: str | None = None
-    """Why it can serve nothing now."""
+    """The reason why the replica cannot serve anything at present."""
 
     @property
     def admits(self) -> frozenset[WorkKind]:
-        """What it lets in: while it changes, only what both roles take."""
+        """The kinds of work that the replica admits; during a role change, only those that both roles take."""
         return self.role.admits & (self.becomes or self.role).admits
 
     def __str__(self) -> str:
@@ -56,7 +58,7 @@ class RoleReport(BaseModel):
 
 
 class ReplicaRole:
-    """The role of one replica, and what it has to do. Not thread-safe: one event loop calls it."""
+    """The role of one replica, and its work in progress. Not thread-safe: one event loop calls it."""
 
     def __init__(self, name: str, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._role, self._clock = name, role, clock
@@ -67,18 +69,20 @@ class ReplicaRole:
 
     @property
     def ongoing(self) -> int:
-        """Prompts and requests that were let in and have not ended."""
+        """Number of prompts and requests that were admitted and have not ended."""
         return self._ongoing.total()
 
     @property
     def role(self) -> Role:
+        """The current role."""
         self._settle()
         return self._role
 
     def admit(self, work: WorkKind, is_fallback: bool = False) -> None:
-        """Let one in. Raises `WrongRole`.
+        """Admit one prompt or request. Raises `WrongRole` if the role does not take it.
 
-        `is_fallback`: it is asked for a whole request since nobody whose role it is can answer; it may, unless it is changing.
+        `is_fallback` means that no replica with the right role can answer. The replica then admits the work regardless of its
+        role, unless the role is changing.
         """
         report = self.report()
         if work not in report.admits and not (is_fallback and report.becomes is None):
@@ -90,14 +94,14 @@ class ReplicaRole:
         self._ongoing[work] += 1
 
     def release(self, work: WorkKind) -> None:
-        """One has ended."""
+        """Record that one prompt or request has ended."""
         self._ongoing[work] -= 1
         self._settle()
 
     def change(self, role: Role, within_s: float) -> None:
-        """Take `role` as soon as nothing is left of what it does not take, if that is within so many seconds.
+        """Change to `role` as soon as no work is left that it does not take; give up after `within_s` seconds.
 
-        Another change in progress is forgotten; the role it has already ends that one and is no change.
+        A new change replaces one in progress. A change to the current role only cancels one in progress.
         """
         self._settle()
         self._becomes = None if role is self._role else role
@@ -105,7 +109,7 @@ class ReplicaRole:
         self._settle()
 
     def report(self, down: str | None = None) -> RoleReport:
-        """Where it stands. `down`: why it can serve nothing."""
+        """Returns the current role and the progress of a change. `down` is the reason why the replica cannot serve, if any."""
         self._settle()
         return RoleReport(
             name=self._name,
@@ -119,7 +123,7 @@ class ReplicaRole:
         )
 
     def _left(self) -> dict[WorkKind, int]:
-        """What is still here of what the new role does not take."""
+        """Returns the number of pieces of work in progress that the new role does not take, by kind."""
         new = self._becomes or self._role
         unwanted = self._role.admits - new.admits
         return {work: self._ongoing[work] for work in sorted(unwanted) if self._ongoing[work]}
@@ -136,7 +140,7 @@ class ReplicaRole:
 
 
 def counted(left: dict[WorkKind, int]) -> str:
-    """``3 requests``, ``1 prompt and 2 requests``."""
+    """Returns counts of work as text, as in ``3 requests`` or ``1 prompt and 2 requests``."""
     return " and ".join(f"{count} {work}{'' if count == 1 else 's'}" for work, count in left.items())
 
 

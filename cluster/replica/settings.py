@@ -1,4 +1,4 @@
-"""What a replica is asked to be: model, layout, numbers. One frozen value, made once at the composition root."""
+"""The settings of a replica: model, layout and options, as one frozen value that the composition root creates once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHARED_VARIABLES = (
     *("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_NET_GDR_LEVEL"),
     *("TORCH_NCCL_DUMP_ON_TIMEOUT", "HF_HUB_OFFLINE"),
 )
-"""Variables of the shell that a deployment is made from which ranks on every node take over. Others stay with their node: names
-of interfaces and addresses differ between nodes, and secrets are nobody else's."""
+"""Environment variables that are copied from the deploying shell to the ranks on every node. No others are copied: names of
+interfaces and addresses differ between nodes, and secrets must not leave the shell."""
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What ranks everywhere take over of an environment."""
+    """Returns the `SHARED_VARIABLES` that are set in `environment`."""
     return {name: environment[name] for name in SHARED_VARIABLES if name in environment}
 
 
 class ReplicaSettings(ReplicaOptions, EngineLimits):
-    """Everything a replica needs: the options as the user gave them, and what follows from model, layout and machines.
+    """Everything that a replica needs: the user's options, and the values derived from model, layout and machines.
 
-    `kv_bytes` of None lets the device decide.
+    If `kv_bytes` is None, the free memory of the device determines the size of the KV cache.
     """
 
     model_path: str
@@ -38,21 +38,23 @@ class ReplicaSettings(ReplicaOptions, EngineLimits):
     device: Device
     dtype: DType
     role: Role | None = None
-    """What a replica of a pool is for as long as nobody says another; None: there are no pools."""
+    """The initial role of a replica in a prefill or decode pool; None if there are no pools."""
     environment: dict[str, str] = Field(default={})
-    """Of `SHARED_VARIABLES`, those that are set where the deployment was made."""
+    """The `SHARED_VARIABLES` that were set in the deploying shell."""
     deployment: str = ""
-    """Names this deployment of the replicas: those that come later know that there was a placement for them."""
+    """Identifies the deployment. A restarted replica uses it to find out that there was a placement for it before."""
     start_timeout_s: float = 600.0
-    """Seconds that ranks may take to start and load. No option: tests shorten it."""
+    """Seconds that the ranks may take to start and load. Not a user option; tests shorten it."""
 
     @property
     def in_pool(self) -> bool:
-        """Whether it hands off KV, or takes it."""
+        """Whether the replica is in a pool, so that it sends or receives KV hand-offs."""
         return self.role is not None
 
     @property
     def pool(self) -> str:
-        """Which of `cluster.nodes.topology.POOLS`, where nodes may be kept for one: it leaves those of others alone. Empty
-        where there are no pools."""
+        """The pool of the replica, one of `cluster.nodes.topology.POOLS`; empty if there are no pools.
+
+        Nodes that are reserved for another pool are not used.
+        """
         return self.role or ""

@@ -1,4 +1,4 @@
-"""What runs on the connected cluster: the application's deployments, their replicas, and where each rank really is."""
+"""The status of the connected cluster: the application's deployments, their replicas, and the location of each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from placement.cost.step_shape import StepShape
 
 
 class PlacedRank(BaseModel):
-    """One rank of one replica. `node` is its address or, where several share one, its name."""
+    """One rank of one replica. `node` is the address of its node, or the node's name if several nodes share one address."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,8 +34,8 @@ class PlacedRank(BaseModel):
 
 
 class ReplicaState(BaseModel):
-    """One Serve replica, with its ranks where it has some that answer. `role`: what it takes, and what it is to become; empty
-    where there are no pools."""
+    """One Ray Serve replica, with those of its ranks that answer. `role` is its role and the one it is changing to; empty if
+    there are no pools."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,7 +48,7 @@ class ReplicaState(BaseModel):
 
 
 class DeploymentState(BaseModel):
-    """One deployment of the application, as Serve tells it."""
+    """One deployment of the application, as Ray Serve reports it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ class DeploymentState(BaseModel):
 
 
 class ClusterState(BaseModel):
-    """`application` is Serve's word for the whole, or ``NOT_STARTED``."""
+    """The state of the application. `application` is its status in Ray Serve, or ``NOT_STARTED``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,9 +71,9 @@ class ClusterState(BaseModel):
 def cluster_state(
     details: dict[str, Any], name: str, node_names: dict[str, str], role_reports: Sequence[RoleReport] = ()
 ) -> ClusterState:
-    """The state of the application `name`, of Serve's details (``ServeInstanceDetails``) and of what the ranks report.
+    """Returns the state of the application `name` from Serve's details (``ServeInstanceDetails``) and the ranks' reports.
 
-    `role_reports`: what its replicas take, where that is known.
+    `role_reports` are the roles of its replicas, as far as they are known.
     """
     application = details.get("applications", {}).get(name)
     if application is None:
@@ -90,14 +90,16 @@ def cluster_state(
 
 
 def replica_ids(details: dict[str, Any], name: str, deployment: str) -> set[str]:
-    """Ids of the replicas of one deployment of the application `name`, of Serve's details."""
+    """Returns the ids of the replicas of one deployment of the application `name`, from Serve's details."""
     deployments = details.get("applications", {}).get(name, {}).get("deployments", {})
     return {each["replica_id"] for each in deployments.get(deployment, {}).get("replicas", ())}
 
 
 def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list[str]:
-    """What replicas made of `settings`, named by their ids, send over slow links of the connected cluster in a decode step of
-    one token for each DP rank, by where their ranks really are; alike replicas once."""
+    """Returns lines about the traffic of `replicas` (ids) over slow links, for a decode step of one token per DP rank.
+
+    The traffic follows from `settings` and the actual locations of the ranks. Equal lines of several replicas appear once.
+    """
     cluster = discover(settings.device)
     if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
         return []
@@ -115,7 +117,7 @@ def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list
 
 
 def serve_details() -> dict[str, Any]:
-    """What Serve's controller knows of its applications; empty where no Serve runs."""
+    """Returns the details that Ray Serve's controller has about its applications; empty if Serve does not run."""
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     try:
@@ -139,7 +141,7 @@ def _deployment(
 def _replica(
     found: dict[str, Any], reports: dict[str, RankReport], node_names: dict[str, str], roles: dict[str, str]
 ) -> ReplicaState:
-    """The names of a replica's ranks begin with its id (`cluster.replica.launch`)."""
+    """Returns the state of a replica. The names of its rank actors begin with its id (`cluster.replica.launch`)."""
     name = found["replica_id"]
     ranks = [_rank(report, node_names) for actor, report in reports.items() if actor.startswith(f"{name}-")]
     return ReplicaState(

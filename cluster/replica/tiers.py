@@ -1,4 +1,4 @@
-"""The tiers behind a replica's ranks, from what was asked for."""
+"""The configuration of the KV offload tiers of a replica, from its settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from placement.ownership.context import BLOCK_TOKENS
 
 
 def tier_config(settings: ReplicaSettings) -> TierConfig | None:
-    """None where none was asked for. Reads a sample of the weights. Raises `FileNotFoundError` where there are none, and
-    `DirectoryError` where the replica's machine cannot have the directory: told here, a start ends before there are ranks."""
+    """Returns the configuration of the tiers, or None if the settings request none. Reads a sample of the weights.
+
+    Raises `FileNotFoundError` if there are no weights, and `DirectoryError` if the directory cannot be used on the replica's
+    machine, so that the start fails before any ranks are launched.
+    """
     if not settings.host_cache and settings.disk_cache is None:
         return None
     if settings.disk_cache is not None:
@@ -30,7 +33,7 @@ def tier_config(settings: ReplicaSettings) -> TierConfig | None:
 
 
 def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
-    """What the engine must know of them."""
+    """Returns the tier configuration of the engine, or None if the settings request no tiers."""
     tiers = tier_config(settings)
     if tiers is None:
         return None
