@@ -1,1 +1,1 @@
-"""Reads what a model is from a checkpoint's headers, whatever its format. No weight is touched."""
+"""Checkpoint readers: the model's settings and tensor directory from the headers of any supported format. No weight is read."""

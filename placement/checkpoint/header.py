@@ -1,4 +1,4 @@
-"""Reads what a model is, and which tensors it has, from its checkpoint's own headers. No weight is touched."""
+"""Reads a `ModelSpec` and the tensor directory from the headers of a checkpoint (Hugging Face or GGUF). No weight is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placement.ownership.shards import whole_model
 
 
 def read(path: str | Path) -> ModelSpec:
-    """The model in a Hugging Face folder (with a ``config.json``) or in a GGUF file.
+    """Returns the model in a Hugging Face folder (with a ``config.json``) or in a GGUF file.
 
     Raises `ModelError`, which names the file and the field at fault.
     """
@@ -28,7 +28,7 @@ def read(path: str | Path) -> ModelSpec:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the weights at `path` are safetensors; else they are GGUF. Raises `ModelError` where they are neither."""
+    """Whether the weights at `path` are safetensors; False means GGUF. Raises `ModelError` if they are neither."""
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     if path.is_dir() or path.suffix == ".safetensors":
@@ -39,7 +39,8 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
-    """The tensors of a Hugging Face folder, a ``.safetensors`` file or a GGUF file, whose data is all there.
+    """Returns the tensors of a Hugging Face folder, a ``.safetensors`` file or a GGUF file, after a check that all data is
+    present.
 
     Raises `ModelError`, which names the file at fault.
     """
@@ -49,7 +50,7 @@ def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
 
 
 def check_tensors(path: Path, spec: ModelSpec) -> None:
-    """The checkpoint at `path` is whole, and its tensors are those of `spec`: what every rank asks of it together.
+    """Check that the checkpoint at `path` is complete and has exactly the tensors that the ranks of `spec` need.
 
     Raises `ModelError`, which names the file and the tensor at fault.
     """

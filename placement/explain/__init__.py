@@ -1,1 +1,1 @@
-"""Layouts as text and drawings: the grid, one layer, traffic, memory, balance."""
+"""Explanations of layouts as text and drawings: the rank grid, one layer, traffic, memory and balance."""

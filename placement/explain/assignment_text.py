@@ -1,4 +1,4 @@
-"""Where a layout sits on a cluster and what it sends over its links, to read and as plain values."""
+"""The placement of a layout on a cluster and its traffic over the links, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def assigned_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment]:
-    """The assignment of every replica of a layout that has passed `placement.legality.check` on this cluster."""
+    """Returns the bundle assignment of every replica of a layout that has passed `placement.legality.check` on this cluster.
+    Raises `LayoutError` if the layout does not fit."""
     assignments = assign_replicas(layout, spec, cluster)
     if assignments is None:
         raise LayoutError(f"{layout} does not fit on {len(cluster.nodes)} nodes with {cluster.slots} slots")
@@ -24,7 +25,7 @@ def assigned_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> 
 
 
 def assignment_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> Iterator[str]:
-    """Who sits where, then what crosses between nodes in one step of each replica."""
+    """Yields the ranks of each node, then the traffic between nodes in one step, for each replica."""
     yield f"placement on {len(cluster.nodes)} nodes of {sizes(node.slots for node in cluster.nodes)} slots"
     for index, assignment in enumerate(assigned_replicas(layout, spec, cluster)):
         ranks = nodes_of_ranks(layout, assignment)
@@ -39,7 +40,7 @@ def assignment_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: 
 
 
 def assignment_json(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> list[dict[str, Any]]:
-    """The same of each replica."""
+    """Returns the same figures for each replica as plain values."""
     found = []
     for assignment in assigned_replicas(layout, spec, cluster):
         ranks = nodes_of_ranks(layout, assignment)

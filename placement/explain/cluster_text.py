@@ -1,4 +1,4 @@
-"""A cluster to read: its nodes as a table, and a drawing of what lies in what.
+"""The text form of a cluster: its nodes as a table, a drawing of zones, racks, fast domains and nodes, and its links.
 
 zone z1
 ├─ rack r1
@@ -20,11 +20,11 @@ from placement.nodes.links import Link
 
 _LEVELS = ("zone", "rack", "fast domain")
 _WIDEST = 64
-"""Slots that are drawn one by one."""
+"""Largest number of slots that are drawn one by one."""
 
 
 def as_text(cluster: ClusterSpec, free: Sequence[int]) -> str:
-    """Table, drawing and links. `free`: slots of each node that nobody has."""
+    """Returns the table, the drawing and the links. `free`: the number of free slots of each node."""
     sections = (_table(cluster, free), _drawing(cluster, free), _links(cluster))
     return "\n\n".join("\n".join(section) for section in sections)
 
@@ -50,7 +50,7 @@ def _drawing(cluster: ClusterSpec, free: Sequence[int]) -> Iterator[str]:
 
 
 def _inside(cluster: ClusterSpec, free: Sequence[int], members: Sequence[int], level: int, margin: str) -> Iterator[str]:
-    """The regions of one level with what is in them, then the nodes that name none."""
+    """Yields the regions of one level with their contents, then the nodes that belong to no region."""
     if level == len(_LEVELS):
         regions: list[tuple[str, list[int]]] = []
     else:

@@ -1,4 +1,4 @@
-"""Rows of text in columns, as every report has them."""
+"""Text in aligned columns, the table format of all reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], right: set[int]) -> Iterator[str]:
-    """Rows of text in columns, indented by two; those in `right` end at one place."""
+    """Yields rows of text in aligned columns, indented by two. The columns in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,4 +1,4 @@
-"""Pictures of a layout in plain text: the grid of ranks, and the path of hidden states through one layer.
+"""Drawings of a layout in plain text: the grid of ranks, and the path of the hidden states through one layer.
 
         tp 0              tp 1
      ┌─────────────────┬─────────────────┐
@@ -26,16 +26,16 @@ from placement.ownership.shard import Shard
 from placement.ownership.weight_slices import Parameter
 
 _WIDEST = 116
-"""Characters of a line; a tp group that needs more goes on below."""
+"""Maximum number of characters in a line; a wider tp group continues below."""
 
 _BEFORE = {"attn.qkv.weight": "attention input", "attn.qkv_a.weight": "attention input"}
 _CONTEXT = "attention:"
 _AFTER = {"attn.qkv.weight": _CONTEXT, "attn.kv_b.weight": _CONTEXT, "attn.o.weight": "attention output"}
-"""Traffic that belongs before or after a matrix of attention, by how the name of its region starts."""
+"""Collectives drawn before or after a matrix of attention, by the start of their region's name."""
 
 
 def grid(explained: Explanation) -> Iterator[str]:
-    """The rank grid, tp across, the other axes down."""
+    """Yields the rank grid, with the tp axis across and the other axes down."""
     layout = explained.layout
     cells = [_cell(explained, view) for view in explained.ranks]
     width = max(len(line) for cell in cells for line in cell)
@@ -53,7 +53,8 @@ def grid(explained: Explanation) -> Iterator[str]:
 
 
 def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
-    """One layer on one rank, with the shapes and bytes of its weights and the collectives of the step at their places."""
+    """Yields the drawing of one layer on one rank: the shapes and bytes of its weights, and the collectives of the step in
+    their places."""
     spec, view, step = explained.spec, explained.ranks[rank], explained.step
     sent = [entry for entry, makers in explained.traffic if rank in makers]
     tokens = view.num_hidden
@@ -80,7 +81,10 @@ def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
 
 
 def _shape(row: Parameter) -> str:
-    """``[1,408, 576]  = 704 + 704``: the parts it is stacked of, in each slot where there are several."""
+    """Returns a parameter's shape and the parts it is stacked from: ``[1,408, 576]  = 704 + 704``.
+
+    If the parameter has several slots, the parts are those of the first one.
+    """
     parts = [
         f"{weight_slice.shape[weight_slice.dim]:,}" for weight_slice in row.slices if weight_slice.slot == row.slices[0].slot
     ]
@@ -89,7 +93,7 @@ def _shape(row: Parameter) -> str:
 
 
 def runs_text(numbers: range) -> str:
-    """``0-14``, or ``7`` where there is one."""
+    """Returns ``0-14``, or ``7`` for a single number."""
     return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
 
 
@@ -107,7 +111,8 @@ def _cell(explained: Explanation, view: RankView) -> list[str]:
 
 
 def _vocabulary(explained: Explanation, own: Shard) -> Iterator[str]:
-    """The same rows of embedding and head, unless the head is split over all DP ranks."""
+    """Yields the vocabulary rows of a rank. Embedding and LM head have the same rows unless the head is split over all DP
+    ranks."""
     if is_over_stage(explained.spec, explained.layout):
         yield f"embedding {runs_text(own.vocab)}" if own.first_stage else "no embedding"
         yield f"head {runs_text(own.head_vocab)}" if own.last_stage else "no head"
@@ -116,7 +121,7 @@ def _vocabulary(explained: Explanation, own: Shard) -> Iterator[str]:
 
 
 def _columns(spec: ModelSpec, own: Shard) -> Iterator[str]:
-    """What a rank has of the MLPs and of the experts; as many lines on every rank."""
+    """Yields a rank's columns of the MLPs and its experts, with the same number of lines on every rank."""
     if "MLP" in spec.widths:
         yield f"{len(own.columns):,} columns"
     if spec.moe is not None:
@@ -136,7 +141,7 @@ def _head_sizes(spec: ModelSpec, kind: AttentionKind) -> str:
 
 
 def _table(rows: Sequence[Sequence[Sequence[str]]], labels: Sequence[str], margin: int, width: int) -> Iterator[str]:
-    """Cells in boxes; every row of them has its label at its first line."""
+    """Yields cells in boxes, each row of cells with its label at the first line."""
     bars = ["─" * (width + 2)] * len(rows[0])
     blank = " " * margin
     yield f"{blank} ┌{'┬'.join(bars)}┐"

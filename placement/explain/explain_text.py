@@ -1,4 +1,5 @@
-"""An explanation to read: the grid, the groups, one layer, the traffic, the memory and the balance, with their numbers."""
+"""The text form of an explanation: the grid, the groups, one layer, the traffic, the memory and the balance, with their
+numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from placement.legality.suggestions import sizes
 from placement.model.moe_spec import MoESpec
 
 _MOST_GROUPS = 8
-"""Groups of an axis that are named; of more, only how many."""
+"""Largest number of groups of an axis that are listed; of the others, only the number is given."""
 
 
 def as_text(explained: Explanation, name: str) -> str:
-    """The whole report."""
+    """Returns the complete report."""
     sections = (_head(explained, name), drawing.grid(explained), _groups(explained), _layer(explained))
     rest = (_traffic(explained), _memory(explained), _balance(explained))
     return "\n\n".join("\n".join(section) for section in (*sections, *rest))
@@ -45,7 +46,7 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
 
 
 def _experts(moe: MoESpec, layout: Layout) -> str:
-    """How they are spread over ep ranks, evenly or not."""
+    """Returns the distribution of the experts over the ep ranks, even or not."""
     extra = f" and {layout.redundant_experts:,} redundant ones" if layout.redundant_experts else ""
     held = Counter(map_of(moe, layout).slots)
     spread = ", ".join(f"{slots:,} on {'each' if len(held) == 1 else _many(ranks, 'rank')}" for slots, ranks in held.items())
@@ -103,7 +104,7 @@ def _memory(explained: Explanation) -> Iterator[str]:
 
 
 def _copies(explained: Explanation) -> Iterator[str]:
-    """How often the cache holds a token, where that is more than once, and what would end it."""
+    """Yields the number of copies of a token in the KV cache, if there are several, and the `dcp` that would leave one."""
     spec, layout = explained.spec, explained.layout
     largest = max(legal_dcp(spec, layout.tp, layout.tp_shares))
     if layout.dcp < largest:

@@ -1,7 +1,7 @@
-"""Everything a layout means for a model: what each rank holds, whom it talks to, what a step sends and what memory it takes.
+"""The explanation of a layout for a model: what each rank holds, its groups, the traffic of a step, and the memory.
 
-A value, made from the header of a checkpoint; `as_json` is its machine-readable form, `placement.explain.explain_text` the one
-to read.
+It is a value made from the header of a checkpoint. `as_json` returns its machine-readable form,
+`placement.explain.explain_text` the text form.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from placement.ownership.weight_slices import Parameter
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: where it sits, what it holds, and the bytes its share of the step's KV cache takes at most (whole blocks).
+    """One rank: its coordinates, its weights, and the maximum bytes of its share of the step's KV cache (in whole blocks).
 
-    `num_hidden` is the number of tokens whose hidden states it holds between layers: its own where the step is scattered.
+    `num_hidden` is the number of tokens whose hidden states the rank holds between layers: only its own ones if the step is
+    scattered (sequence parallelism).
     """
 
     world_rank: int
@@ -41,13 +42,14 @@ class RankView:
 
     @property
     def total_bytes(self) -> int:
-        """Weights and KV cache."""
+        """Bytes of the weights and the KV cache together."""
         return self.memory.weight_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One replica of `spec` under `layout` in one step. Weights, KV cache and hidden states are all in ``step.dtype``."""
+    """One replica of `spec` under `layout` in one step. Weights, KV cache and hidden states all have the type
+    ``step.dtype``."""
 
     spec: ModelSpec
     layout: Layout
@@ -72,12 +74,12 @@ def _axes(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
 
 
 def shown_layer(spec: ModelSpec, own: Shard) -> int:
-    """The layer of a rank that stands for all: its first with experts, or its first."""
+    """Returns the layer of a rank that represents all others: its first MoE layer, or else its first layer."""
     return next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
 
 
 def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
-    """The parameters of one layer of a rank (`shown_layer`), by their names inside it."""
+    """Yields the parameters of one layer of a rank (`shown_layer`), by their names within the layer."""
     start = f"layers.{shown_layer(spec, own)}."
     for row in parameters(spec, own):
         if row.name.startswith(start):
@@ -85,7 +87,7 @@ def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Paramet
 
 
 def as_json(explained: Explanation, name: str) -> dict[str, Any]:
-    """The whole explanation as plain values. All bytes are exact."""
+    """Returns the complete explanation as plain values. All byte counts are exact."""
     spec, layout, step = explained.spec, explained.layout, explained.step
     return {
         "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},
@@ -111,7 +113,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
 
 
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
-    """Numbers of micro-batches worth a look for a pipeline: one, twice and eight times the number of stages."""
+    """Returns the micro-batch counts to show for a pipeline: one, twice and eight times the number of stages."""
     return (1, 2 * layout.pp, 8 * layout.pp) if layout.pp > 1 else ()
 
 
@@ -149,7 +151,7 @@ def _rank_json(spec: ModelSpec, view: RankView) -> dict[str, Any]:
 
 
 def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]:
-    """One layer on one tp rank: each parameter, and the slices of checkpoint tensors it is made of."""
+    """Returns one layer on one tp rank: each parameter, and the slices of the checkpoint tensors that make it up."""
     rows = dict(layer_parameters(spec, view.own))
     return {
         "world_rank": view.world_rank,
@@ -170,7 +172,8 @@ def _layer_json(spec: ModelSpec, view: RankView, dtype: DType) -> dict[str, Any]
 
 
 def _traffic_json(entry: TrafficEntry, ranks: Sequence[int]) -> dict[str, Any]:
-    """`payload_bytes` and `wire_bytes_per_rank` are of one call; the total is of all `calls` of one of the `ranks`."""
+    """Returns one traffic entry. `payload_bytes` and `wire_bytes_per_rank` are those of one call; the total is that of all
+    `calls` of one of the `ranks`."""
     total = entry.calls * entry.wire_bytes_per_rank
     return {**asdict(entry), "total_wire_bytes_per_rank": total, "ranks": list(ranks)}
 

@@ -1,1 +1,1 @@
-"""What all checkpoint formats share: typed header fields and a directory of tensors."""
+"""The parts that all checkpoint formats share: typed header fields and a directory of tensors."""

@@ -14,69 +14,71 @@ from placement.model.spec import ModelError
 Spec = TypeVar("Spec", bound=BaseModel)
 
 NOT_GIVEN: Any = object()
-"""Default of a field that must be there."""
+"""Default of a required field."""
 
 _MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class HeaderFields:
-    """The named values of one header. A value of None counts as absent, as it does in config.json."""
+    """The named values of one header. A value of None counts as absent, as it does in config.json. All look-ups raise
+    `ModelError` if a required field is missing or has the wrong type."""
 
     file: Path
     values: Mapping[str, Any]
 
     def whole(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """A whole number, or the default (None included)."""
+        """Returns a whole number, or the default (which may be None)."""
         return self._get(name, default, "a whole number", lambda value: type(value) is int)
 
     def num_layers(self, name: str) -> int:
-        """The number of layers, refused where no model could have so many (a broken file would fill the memory)."""
+        """Returns the number of layers. Raises `ModelError` if no model could have as many: a damaged file would otherwise
+        exhaust the memory."""
         found = self.whole(name)
         if not 1 <= found <= _MOST_LAYERS:
             raise self.fault(name, f"must be from 1 to {_MOST_LAYERS}")
         return int(found)
 
     def number(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """A number as float, or the default (None included)."""
+        """Returns a number as a float, or the default (which may be None)."""
         value = self._get(name, default, "a number", lambda value: type(value) in (int, float))
         return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Returns true or false."""
         return bool(self._get(name, default, "true or false", lambda value: isinstance(value, bool)))
 
     def text(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """A text, or the default (None included)."""
+        """Returns a text, or the default (which may be None)."""
         return self._get(name, default, "a text", lambda value: isinstance(value, str))
 
     def texts(self, name: str) -> list[str] | None:
-        """A list of texts, or None."""
+        """Returns a list of texts, or None."""
         found: list[str] | None = self._get(name, None, "a list of texts", _is_texts)
         return found
 
     def wholes(self, name: str) -> list[int] | None:
-        """A list of whole numbers, or None."""
+        """Returns a list of whole numbers, or None."""
         found: list[int] | None = self._get(name, None, "a list of whole numbers", _is_wholes)
         return found
 
     def numbers(self, name: str) -> list[float]:
-        """A list of numbers as floats."""
+        """Returns a required list of numbers, as floats."""
         found: list[float] = self._get(name, NOT_GIVEN, "a list of numbers", _is_numbers)
         return [float(number) for number in found]
 
     def group(self, name: str) -> HeaderFields | None:
-        """A nested group of values, or None."""
+        """Returns a nested group of values, or None."""
         found = self._get(name, None, "an object", lambda value: isinstance(value, dict))
         return None if found is None else HeaderFields(self.file, found)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty if absent."""
+        """Returns one token id or a list of them as a tuple; an empty tuple if the field is absent."""
         found = self._get(name, (), "a token id or a list of token ids", _is_token_ids)
         return (found,) if isinstance(found, int) else tuple(found)
 
     def fault(self, name: str, what: str) -> ModelError:
-        """An error that names the file, the field and its value."""
+        """Returns an error that names the file, the field and its value."""
         return ModelError(f"{self.file}: {name} is {_short(self.values.get(name))}, but {what}")
 
     def _get(self, name: str, default: Any, expected: str, is_good: Any) -> Any:
@@ -91,7 +93,8 @@ class HeaderFields:
 
 
 def made(kind: type[Spec], file: Path, names: Mapping[str, str], /, **values: Any) -> Spec:
-    """A spec of these values. `names` maps fields of the spec to the file's names for them, for the error message."""
+    """Create a spec of type `kind` from these values. `names` maps fields of the spec to the file's names for them, for the
+    error text. Raises `ModelError` if a value is not valid."""
     try:
         return kind(**values)
     except ValidationError as error:

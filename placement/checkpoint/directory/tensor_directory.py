@@ -1,10 +1,10 @@
-"""The tensor directory of a checkpoint: which tensors it has, where, and in which shapes. Headers only, no weight is read.
+"""The tensor directory of a checkpoint: the names, files and shapes of its tensors. Only headers are read, no weight.
 
     safetensors headers ── placement.checkpoint.hf.safetensors_file ─┐
-                                                       ├──→ TensorDirectory ──→ check: all there, in the right shapes,
-    GGUF header ────────── placement.checkpoint.gguf.tensors ─────┘                        and nothing else
+                                                                     ├──→ TensorDirectory ──→ check: all present, in the
+    GGUF header ────────── placement.checkpoint.gguf.tensors ────────┘                        right shapes, nothing else
 
-The ranks check it before they load, and the commands before they start any rank.
+The ranks check it before they load weights, and the commands before they start any rank.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor. `shape` is as in Hugging Face: ``[outputs, inputs]`` of a matrix."""
+    """One tensor. `shape` is in Hugging Face order: ``[outputs, inputs]`` for a matrix."""
 
     file: Path
     stored_name: str
-    """Its name in the file."""
+    """Name of the tensor in its file."""
     shape: tuple[int, ...]
     unreadable: str | None = None
-    """What keeps its values from being read as floats, if anything, as the end of a sentence."""
+    """Reason why the values cannot be read as floats, written as the end of a sentence; None if they can."""
 
 
 @dataclass(frozen=True)
 class TensorDirectory:
     """Every tensor of the checkpoint at `location` (a file or folder).
 
-    By the Hugging Face names that `placement.ownership.shards` uses. Tensors that have no such name keep their own.
+    The keys are the Hugging Face names that `placement.ownership.shards` uses. A tensor without such a name keeps its own.
     """
 
     location: Path
@@ -50,7 +50,8 @@ class TensorDirectory:
 
 
 def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
-    """The checkpoint has what the rank that holds `own` needs, in the right shapes, and nothing that no rank needs.
+    """Check that the checkpoint has every tensor needed by the rank that holds `own`, in the right shape, and no tensor that no
+    rank needs.
 
     Raises `ModelError`, which names the file and the tensor at fault.
     """
@@ -85,8 +86,8 @@ def _check_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
 
 
 def _ignorable(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor may be left unread: it repeats what the spec says, is a second copy of a tied embedding, or is of a
-    layer that guesses further tokens."""
+    """Whether a tensor may stay unread: it repeats a value of the spec, is a second copy of a tied embedding, or belongs to a
+    multi-token prediction (MTP) layer."""
     if _AUXILIARY.fullmatch(name) is not None or (spec.tie_embeddings and name == "lm_head.weight"):
         return True
     if spec.mtp_layers and name.startswith("model.mtp."):
@@ -96,12 +97,12 @@ def _ignorable(name: str, spec: ModelSpec) -> bool:
 
 
 def _part(own: Shard) -> str:
-    """The part of the model a rank holds, in words."""
+    """Returns a description of the part of the model that a rank holds."""
     stage = {(True, True): "the only stage", (True, False): "the first stage", (False, True): "the last stage"}
     return f"layers {own.layers.start}-{own.layers.stop - 1} ({stage.get((own.first_stage, own.last_stage), 'a middle stage')})"
 
 
 def some(names: Collection[str]) -> str:
-    """The first few of some names, in order."""
+    """Returns the first three of some names in order, and the number of the others."""
     shown = ", ".join(sorted(names)[:3]) or "none"
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,1 +1,1 @@
-"""GGUF files: their header, tensor names and rope scaling."""
+"""GGUF files: their header, tensor names and RoPE scaling."""

@@ -1,6 +1,6 @@
-"""What each architecture of a GGUF file is, where the file does not say so itself.
+"""Properties of the supported GGUF architectures for which the file has no field.
 
-llama.cpp knows these things by the architecture's name: they have no field.
+llama.cpp derives them from the name of the architecture.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Architecture:
-    """One ``general.architecture``. Fields that `ModelSpec` has too mean the same there."""
+    """One ``general.architecture``. Fields that `ModelSpec` also has mean the same there."""
 
     qk_norm: str = "none"
     norms: str = "pre"
     gemma: bool = False
-    """Norm weights are stored with 1 added; embeddings are scaled by ``sqrt(hidden_size)``."""
+    """Whether norm weights are stored with 1 added, and embeddings are scaled by ``sqrt(hidden_size)``."""
     wide_scale_layers: int = 0
-    """The size, by its number of layers, whose scores are scaled by ``(hidden_size / num_heads) ** -0.5``."""
+    """Number of layers of the one model size whose attention scores are scaled by ``(hidden_size / num_heads) ** -0.5``."""
     caps: tuple[float | None, float | None] = (None, None)
-    """Caps of attention scores and logits, where the file gives none."""
+    """Soft caps of the attention scores and of the logits, used if the file gives none."""
     activation: str = "silu"
     window: int | None = None
-    """Window, where the file gives none."""
+    """Sliding window in tokens, used if the file gives none."""
     window_pattern: int | None = None
-    """Every layer whose number this divides, counted from 1, sees everything; None: the window is for all layers."""
+    """Interval of the layers with full attention: those whose number, counted from 1, is a multiple of it. None: all layers
+    have the window."""
     local_theta: float | None = None
-    """Rope base of the layers with a window, where it is another."""
+    """RoPE base of the sliding-window layers, if it differs."""
     partial: bool = False
-    """Heads may be rotated in part."""
+    """Whether heads may be rotated in part (partial RoPE)."""
     interleaved: bool = False
     permuted: bool = False
-    """The converter reorders q and k rows, so that an interleaved rope does what the model's own did."""
+    """Whether the converter reorders the rows of q and k, so that an interleaved RoPE gives the result of the original one."""
     experts: bool = False
-    """Files may have experts; the weights of a token's are made to add up to 1."""
+    """Whether files may have experts. The weights of a token's chosen experts are normalised to a sum of 1."""
     no_rope_interval: int | None = None
-    """Every layer whose number this divides, counted from 1, has no rope."""
+    """Interval of the layers without RoPE: those whose number, counted from 1, is a multiple of it."""
 
 
 ARCHITECTURES = {
@@ -66,4 +67,4 @@ ARCHITECTURES = {
         local_theta=10000.0,
     ),
 }
-"""By ``general.architecture`` (Mistral and Mixtral files say llama)."""
+"""The supported architectures by ``general.architecture`` (Mistral and Mixtral files use "llama")."""

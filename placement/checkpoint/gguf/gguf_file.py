@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its key-value fields and its tensor directory, without the data.
+"""The header of a GGUF file: its key-value fields and its tensor directory, without the tensor data.
 
-``gguf.GGUFReader`` reads the same, but makes arrays of every entry of every array: 4 s for the 49,152 tokens and merges of
-SmolLM2. Here arrays of more than `_LONGEST` entries (the tokeniser) are stepped over unless they are asked for.
+``gguf.GGUFReader`` reads the same, but creates an array for every entry of every array: 4 s for the 49,152 tokens and merges of
+SmolLM2. This reader skips arrays of more than `_LONGEST` entries (those of the tokenizer) unless they are requested.
 
     "GGUF" | version u32 | num_tensors u64 | num_fields u64
     fields:  name | type u32 | value          (array: type u32 | count u64 | entries)
@@ -26,9 +26,9 @@ _LONGEST = 1024
 _MOST_TEXT = 1 << 24
 _MOST_DIMS = 8
 _LEAST_FIELD = 13
-"""Bytes of the shortest field: an empty name, a type, a value of one byte."""
+"""Size in bytes of the shortest field: an empty name, a type, a value of one byte."""
 _LEAST_TENSOR = 24
-"""Bytes of the shortest entry of the tensor directory: an empty name, no dimensions, a type, an offset."""
+"""Size in bytes of the shortest entry of the tensor directory: an empty name, no dimensions, a type, an offset."""
 _LEAST_TEXT = 8
 
 _FORMATS = {
@@ -48,31 +48,32 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class LongArray:
-    """An array that was stepped over."""
+    """Placeholder for an array that was skipped, with its number of entries."""
 
     length: int
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of the directory. `shape` is in GGUF order, fastest first: ``[inputs, outputs]`` of a matrix."""
+    """One entry of the tensor directory. `shape` is in GGUF order, fastest dimension first: ``[inputs, outputs]`` for a
+    matrix."""
 
     name: str
     shape: tuple[int, ...]
     quantization: GGMLQuantizationType
     offset: int
-    """Bytes from the start of the data."""
+    """Offset in bytes from the start of the tensor data."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the tensor's data in bytes."""
         per_block, block_bytes = GGML_QUANT_SIZES[self.quantization]
         return prod(self.shape) // per_block * block_bytes
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Fields and tensors of a file. `data_start` is the byte at which the tensor data begins."""
+    """The fields and tensors of a file. `data_start` is the byte at which the tensor data begins."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -80,13 +81,14 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file starts like a GGUF file."""
+    """Whether the file starts with the GGUF magic number."""
     with path.open("rb") as file:
         return file.read(4) == struct.pack("<I", GGUF_MAGIC)
 
 
 def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
-    """The header of a GGUF file, with or without its long arrays. Raises `ModelError` on a truncated or broken one."""
+    """Read the header of a GGUF file, with or without its long arrays. Raises `ModelError` if the file is truncated or
+    damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         reader = _Reader(file, size, long_arrays)
@@ -98,7 +100,7 @@ def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
 
 
 class _Reader:
-    """Walks through a header. `reading` says what is being read, for errors."""
+    """Sequential reader of a header. `reading` names the part being read, for error texts."""
 
     def __init__(self, file: BinaryIO, size: int, long_arrays: bool) -> None:
         self._file = file
@@ -126,12 +128,13 @@ class _Reader:
         return GGUFHeader(fields, tensors, data_start)
 
     def _has_room(self, count: int, least_bytes: int, what: str) -> None:
-        """A damaged count would else be believed until the file ends, for hours where it is large."""
+        """Raises `ValueError` if the rest of the file is too short for `count` entries. A damaged count would otherwise be
+        followed to the end of the file, for hours if the count is large."""
         if count * least_bytes > self._size - self._file.tell():
             raise ValueError(f"it cannot hold the {count} {what} it is said to have")
 
     def _all_data_is_there(self, tensors: dict[str, TensorInfo], data_start: int) -> None:
-        """An interrupted download has a good header."""
+        """Raises `EOFError` if the data of a tensor is not complete: the header of an interrupted download is intact."""
         for tensor in tensors.values():
             self.reading = f"the data of tensor {tensor.name}"
             missing = data_start + tensor.offset + tensor.num_bytes - self._size

@@ -1,8 +1,9 @@
-"""A `ModelSpec` from the header of a GGUF file.
+"""Reads a `ModelSpec` from the header of a GGUF file.
 
-Tied embeddings show as a missing ``output.weight``, biases as the presence of their tensors. A tensor ``rope_freqs.weight``
-holds what is left of Llama 3's rope scaling: one divisor per frequency, from which `placement.checkpoint.gguf.rope` tells the
-numbers. What no field tells is in `placement.checkpoint.gguf.families`.
+A missing ``output.weight`` means tied embeddings, and the presence of bias tensors means biases. The tensor
+``rope_freqs.weight`` holds the result of Llama 3's RoPE scaling, one divisor per frequency, from which
+`placement.checkpoint.gguf.rope` recovers the parameters. Properties without a field are in
+`placement.checkpoint.gguf.families`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PLAIN: dict[GGMLQuantizationType, DType] = {
 
 
 def read(path: Path) -> ModelSpec:
-    """The model in a GGUF file. Raises `ModelError`, which names the file and the field at fault."""
+    """Returns the model in a GGUF file. Raises `ModelError`, which names the file and the field at fault."""
     header = read_header(path)
     fields = HeaderFields(path, header.fields)
     family = fields.text("general.architecture")
@@ -88,7 +89,8 @@ def _spec(path: Path, header: GGUFHeader, fields: HeaderFields, family: str) -> 
 
 
 def _windows(fields: HeaderFields, family: str, known: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """A file says the window and at times the pattern: the interval of layers that have none, or a flag for each layer."""
+    """Returns the attention window of each layer (None: full attention). A file gives the window and sometimes the pattern: the
+    interval of the layers without one, or a flag for each layer."""
     window = fields.whole(f"{family}.attention.sliding_window", known.window) or None
     name = f"{family}.attention.sliding_window_pattern"
     if isinstance(fields.values.get(name), list):
@@ -101,7 +103,7 @@ def _windows(fields: HeaderFields, family: str, known: Architecture, num_layers:
 
 
 def _every(interval: int | None, num_layers: int) -> tuple[int, ...]:
-    """Layers whose number, counted from 1, the interval divides."""
+    """Returns the layers whose number, counted from 1, is a multiple of the interval."""
     return tuple(range(interval - 1, num_layers, interval)) if interval else ()
 
 
@@ -120,7 +122,7 @@ def _gemma(
 
 
 def _names(family: str) -> dict[str, str]:
-    """Fields of `ModelSpec` and their names in the file."""
+    """Returns the fields of `ModelSpec` and their names in the file."""
     return {
         "hidden_size": f"{family}.embedding_length",
         "num_layers": f"{family}.block_count",
@@ -135,7 +137,8 @@ def _names(family: str) -> dict[str, str]:
 
 
 def _moe(path: Path, fields: HeaderFields, family: str, num_layers: int) -> MoESpec | None:
-    """Every layer has experts where the file counts any; each holds its own in three stacks."""
+    """Returns the MoE settings; None if the file counts no experts. All layers have experts, each layer in three stacked
+    tensors."""
     names = {"num_experts": "expert_count", "top_k": "expert_used_count", "expert_size": "expert_feed_forward_length"}
     names = {field: f"{family}.{name}" for field, name in names.items()}
     if not fields.whole(names["num_experts"], 0):
@@ -156,7 +159,8 @@ def _moe(path: Path, fields: HeaderFields, family: str, num_layers: int) -> MoES
 
 
 def _vocab_size(header: GGUFHeader, fields: HeaderFields, family: str) -> int:
-    """Rows of the embedding: the fields that name the size are optional and may count tokens only."""
+    """Returns the number of rows of the embedding. The fields that name the vocabulary size are optional and may count tokens
+    only."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{fields.file}: the tensor token_embd.weight is missing or is not a matrix")
@@ -164,7 +168,7 @@ def _vocab_size(header: GGUFHeader, fields: HeaderFields, family: str) -> int:
 
 
 def _dtype(header: GGUFHeader) -> tuple[DType, str | None]:
-    """Type to compute in, and the quantisation that most elements of the matrices have (None if they are plain)."""
+    """Returns the type to compute in, and the quantisation of most matrix elements (None if they are not quantised)."""
     elements: Counter[GGMLQuantizationType] = Counter()
     for tensor in filter(_is_matrix, header.tensors.values()):
         elements[tensor.quantization] += prod(tensor.shape)
@@ -179,6 +183,6 @@ def _is_matrix(tensor: TensorInfo) -> bool:
 
 
 def _eos(fields: HeaderFields) -> tuple[int, ...]:
-    """End of sequence, and end of turn where a chat model has one of its own."""
+    """Returns the ids of the end-of-sequence token and, if a chat model has its own, of the end-of-turn tokens."""
     ids: list[Any] = [fields.whole(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(token for token in ids if token is not None))

@@ -28,13 +28,13 @@ _NORM_PLACES = {
     "ffn_norm": "post_norm",
     "post_ffw_norm": "mlp_out_norm",
 }
-"""GGUF names a norm by where it stands, as `placement.ownership.shards.NORMS` does."""
+"""GGUF norm names, each with its place in the layer; `placement.ownership.shards.NORMS` has the places, too."""
 
 
 def hugging_face_name(name: str, spec: ModelSpec) -> str:
-    """The Hugging Face name of a GGUF tensor: ``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
+    """Returns the Hugging Face name of a GGUF tensor: ``model.layers.3.self_attn.q_proj.weight`` for ``blk.3.attn_q.weight``.
 
-    A name that is not known is returned as it is.
+    An unknown name is returned unchanged.
     """
     match name.split("."):
         case [module, leaf] if module in _OUTER:

@@ -1,8 +1,8 @@
-"""Rope scaling of a GGUF file: ``linear`` and ``yarn`` from its fields, ``llama3`` from the tensor of divisors.
+"""RoPE scaling of a GGUF file: ``linear`` and ``yarn`` from its fields, ``llama3`` and ``longrope`` from tensors of divisors.
 
-The converter of llama.cpp stores Llama 3's scaling not as numbers but as ``rope_freqs.weight``, ``[head_dim / 2]``: what each
-frequency is divided by. The longest waves are divided by the factor itself; the rest follows from the two bounds,
-which all published models share. Phi-3's scaling is in two such tensors, for short sequences and for long ones.
+The converter of llama.cpp stores Llama 3's scaling not as numbers but as the tensor ``rope_freqs.weight``, ``[head_dim / 2]``,
+with the divisor of each frequency. The longest waves are divided by the factor itself; the other divisors follow from the two
+bounds, which all published models share. Phi-3's scaling is in two such tensors, one for short sequences and one for long ones.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def read_ropes(
     path: Path, header: GGUFHeader, fields: HeaderFields, family: str, head_dim: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Rope of the layers that see everything, and of those with a window where it is another.
+    """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None).
 
-    Raises `ModelError` on a scaling that is not known here.
+    Raises `ModelError` if the scaling is not supported.
     """
     known = ARCHITECTURES[family]
     rotary_dim = fields.whole(f"{family}.rope.dimension_count", head_dim)
@@ -96,7 +96,8 @@ def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str,
 
 
 def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
-    """What Llama 3's scaling divides each frequency by, ``[head_dim / 2]`` (Llama 3.1 reference code, `apply_scaling`)."""
+    """Returns the divisor of each frequency under Llama 3's scaling, ``[head_dim / 2]`` (Llama 3.1 reference code,
+    `apply_scaling`)."""
     original = float(rope.original_max_position or 0)
     waves = 2 * pi * rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     smooth = (original / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -1,4 +1,4 @@
-"""The tensor directory of a GGUF file: Hugging Face names and shapes for what its header lists."""
+"""The tensor directory of a GGUF file: Hugging Face names and shapes for the tensors in its header."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from placement.model.spec import ModelError, ModelSpec
 
 
 def read_sound_header(path: Path) -> GGUFHeader:
-    """The header, if its tensors are in whole blocks and lie one after the other, as the format has it.
+    """Read the header and check that its tensors consist of whole blocks and lie one after the other, as the format requires.
 
-    A damaged size or type would else read the bytes of a neighbour as weights. Raises `ModelError`.
+    A damaged size or type would otherwise read a neighbour's bytes as weights. Raises `ModelError`.
     """
     try:
         header = read_header(path)
@@ -45,7 +45,7 @@ def read_sound_header(path: Path) -> GGUFHeader:
 
 
 def directory(path: Path, header: GGUFHeader, spec: ModelSpec) -> TensorDirectory:
-    """The tensors of `header`. Raises `ModelError` where two stand for the same one."""
+    """Returns the tensors of `header`. Raises `ModelError` if two of them have the same Hugging Face name."""
     tensors: dict[str, TensorEntry] = {}
     for info in header.tensors.values():
         name = hugging_face_name(info.name, spec)

@@ -1,4 +1,4 @@
-"""A `ModelSpec` from the ``config.json`` of a Hugging Face folder.
+"""Reads a `ModelSpec` from the ``config.json`` of a Hugging Face folder.
 
 Absent fields get the defaults of the architecture (`placement.checkpoint.hf.families`).
 """
@@ -30,11 +30,11 @@ _NAMES = {
     "rope": "rope_parameters",
     "windows": "sliding_window",
 }
-"""Fields of `ModelSpec` whose name in config.json is another."""
+"""Fields of `ModelSpec` that have another name in config.json."""
 
 
 def read(folder: Path) -> ModelSpec:
-    """The model in a folder with a ``config.json``. Raises `ModelError`."""
+    """Returns the model in a folder with a ``config.json``. Raises `ModelError`."""
     top = _load(folder / "config.json")
     if top.values.get("quantization_config") is not None:
         method = top.values["quantization_config"]
@@ -115,14 +115,14 @@ def _gemma(config: HeaderFields, family: Family) -> dict[str, Any]:
 
 
 def _qk_norm(config: HeaderFields, family: Family) -> str:
-    """The family's, unless it leaves it to the file."""
+    """Returns the query and key normalisation: the family's, or for families with an optional one, the file's."""
     if family.qk_norm != "optional":
         return family.qk_norm
     return "head" if config.flag("use_qk_norm", False) else "none"
 
 
 def _activation(config: HeaderFields, family: Family) -> str:
-    """Gemma calls the field ``hidden_activation``, and may have a ``hidden_act`` beside it that means nothing."""
+    """Returns the activation of the MLP. Gemma's field is ``hidden_activation``; a ``hidden_act`` beside it has no effect."""
     field = "hidden_activation" if family.gemma else "hidden_act"
     given = config.text(field, family.activation)
     if given not in ACTIVATIONS:
@@ -143,7 +143,8 @@ def _load(file: Path) -> HeaderFields:
 
 
 def _decoder(top: HeaderFields) -> HeaderFields:
-    """The part that describes the decoder: nested in multi-modal models, where the outer part may still say it is tied."""
+    """Returns the fields that describe the decoder. Multi-modal models nest them; ``tie_word_embeddings`` may still be in the
+    outer part."""
     nested = top.group("text_config")
     if nested is None:
         return top
@@ -169,7 +170,7 @@ def _head_dim(config: HeaderFields, family: Family, num_heads: int) -> int:
 
 
 def _dtype(config: HeaderFields, top: HeaderFields) -> str:
-    """``dtype`` (transformers 5) or ``torch_dtype``; float32, torch's default, if neither is given."""
+    """Returns ``dtype`` (transformers 5) or ``torch_dtype``; float32, torch's default, if neither is given."""
     for fields in (config, top):
         for name in ("dtype", "torch_dtype"):
             given = fields.text(name, None)
@@ -181,7 +182,7 @@ def _dtype(config: HeaderFields, top: HeaderFields) -> str:
 
 
 def _eos(config: HeaderFields, family: Family, folder: Path) -> tuple[int, ...]:
-    """End tokens of config.json, and those generation_config.json adds (chat models name more there)."""
+    """Returns the end tokens of config.json, and those that generation_config.json adds (chat models name more there)."""
     ids = config.token_ids("eos_token_id")
     if "eos_token_id" not in config.values:
         ids = family.eos_token_ids

@@ -1,4 +1,5 @@
-"""What each architecture assumes where config.json is silent, and what its checkpoints look like.
+"""The supported architectures (``model_type``): their defaults for fields absent from config.json, and the form of their
+checkpoints.
 
 The defaults are those of the architecture's config class in transformers 5.24.
 """
@@ -11,64 +12,65 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``. Fields that `ModelSpec` has too mean the same there."""
+    """One ``model_type``. Fields that `ModelSpec` also has mean the same there."""
 
     max_position: int
     num_kv_heads: int | None
-    """None: as many as query heads."""
+    """Default number of KV heads. None: as many as query heads."""
     head_dim: int | None = None
-    """None: ``hidden_size / num_attention_heads``."""
+    """Default size of a head. None: ``hidden_size / num_attention_heads``."""
     attention_bias: bool = False
-    """Default of `bias_field`."""
+    """Default of the field that `bias_field` names."""
     bias_field: str = "attention_bias"
     qkv_bias: bool | None = None
-    """None: as `bias_field` says."""
+    """Whether the q, k and v projections have biases. None: the field that `bias_field` names decides."""
     o_bias: bool | None = False
     mlp_bias: bool | None = False
-    """None: as ``mlp_bias`` says."""
+    """Whether the MLP has biases. None: the field ``mlp_bias`` decides."""
     qk_norm: str = "none"
-    """``optional``: per head where ``use_qk_norm`` says so."""
+    """Normalisation of queries and keys. ``optional``: per head if the field ``use_qk_norm`` is true."""
     moe: str | None = None
-    """How the family writes its experts: see `placement.checkpoint.hf.moe`."""
+    """The MoE format of the family's config; see `placement.checkpoint.hf.moe`."""
     sinks: str = "none"
     hybrid: bool = False
-    """Layers with a window may have KV heads of their own, and values a size of their own: see
+    """Whether sliding-window layers may have their own number of KV heads, and values a size of their own; see
     `placement.checkpoint.hf.heads`."""
     mtp_layers: int = 0
     """Default of ``num_nextn_predict_layers``."""
     mla: bool = False
-    """Latent attention: see `placement.checkpoint.hf.mla`."""
+    """Whether the family uses multi-head latent attention (MLA); see `placement.checkpoint.hf.mla`."""
     norm_eps: float = 1e-6
     norms: str = "pre"
     gemma: bool = False
-    """Norm weights around 0, embeddings times ``sqrt(hidden_size)``, a scale of the scores and caps in the file."""
+    """Whether the family follows Gemma: norm weights around 0, embeddings times ``sqrt(hidden_size)``, and the scale of the
+    scores and the caps in the file."""
     caps: tuple[float | None, float | None] = (None, None)
-    """Default caps of attention scores and logits."""
+    """Default soft caps of the attention scores and of the logits."""
     activation: str = "silu"
     fused_qkv: bool = False
     fused_gate_up: bool = False
     tied: bool = False
     windows: str = "none"
-    """Which layers have a window: see `placement.checkpoint.hf.windows`."""
+    """The rule for which layers have a sliding window; see `placement.checkpoint.hf.windows`."""
     window: int | None = None
     """Default of ``sliding_window``."""
     window_pattern: int = 1
-    """Every layer whose number this divides, counted from 1, sees everything."""
+    """Interval of the full-attention layers: those whose number, counted from 1, is a multiple of it."""
     theta: float = 10000.0
     rope: tuple[tuple[str, Any], ...] = ()
-    """``rope_parameters`` where the file has none."""
+    """Default of ``rope_parameters``."""
     local_theta: float | None = None
-    """Rope base of the layers with a window, where it is another."""
+    """RoPE base of the sliding-window layers, if it differs."""
     partial_rotary_factor: float | None = None
-    """Default of the field of that name; None: heads are rotated whole."""
+    """Default of the field of the same name. None: heads are always rotated whole."""
     interleaved: bool | None = False
-    """None: as ``rope_interleave`` says."""
+    """Whether RoPE pairs neighbouring dimensions. None: the field ``rope_interleave`` decides."""
     original_max_position: int | None = None
-    """Default of ``original_max_position_embeddings``; None: as ``max_position_embeddings``."""
+    """Default of ``original_max_position_embeddings``. None: the value of ``max_position_embeddings``."""
     rope_aliases: tuple[str, ...] = ()
     """Names of ``longrope`` in old files."""
     no_rope_interval: int | None = None
-    """Default of ``no_rope_layer_interval``; None: all layers have rope."""
+    """Default of ``no_rope_layer_interval``. None: all layers have RoPE."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -219,7 +221,7 @@ FAMILIES = {
         eos_token_ids=(1,),
     ),
 }
-"""By ``model_type``."""
+"""The supported families by ``model_type``."""
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Names of activations in config.json, and in `ModelSpec`."""
+"""Names of the activations in `ModelSpec`, by their names in config.json."""

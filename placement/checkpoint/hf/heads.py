@@ -1,7 +1,7 @@
-"""Heads that differ between layers, or between keys and values, from ``config.json``: what MiMo-V2 has fields for.
+"""Attention heads that differ between layers, or between keys and values, from ``config.json`` (MiMo-V2).
 
-Published files describe the layers with a window by ``swa_`` fields beside the usual ones; files that transformers wrote leave
-them out, and such a layer then has twice the KV heads. Query heads and sizes of heads are the same in all layers.
+Published files describe the sliding-window layers by ``swa_`` fields beside the usual ones. Files written by transformers omit
+them; such a layer then has twice the KV heads. The number of query heads and the head sizes are the same in all layers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from placement.checkpoint.hf.families import Family
 
 _SAME = ("num_attention_heads", "head_dim", "v_head_dim")
 _SINKS = {(False, False): "none", (False, True): "windows", (True, True): "all"}
-"""By (layers that see everything have sinks, layers with a window do)."""
+"""Values of `ModelSpec.sinks`, by (full-attention layers have sinks, sliding-window layers have sinks)."""
 
 
 def read_heads(
     config: HeaderFields, family: Family, head_dim: int, num_kv_heads: int, windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
-    """Fields of `ModelSpec`; none for a family whose heads are all alike."""
+    """Returns the fields of `ModelSpec` for KV heads, value size and attention sinks. Raises `ModelError` if heads differ in an
+    unsupported way."""
     if not family.hybrid:
         return {"num_kv_heads": num_kv_heads, "sinks": family.sinks}
     for name in _SAME:
@@ -37,7 +38,7 @@ def read_heads(
 
 
 def _kv_heads(config: HeaderFields, num_kv_heads: int, windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """Of layers with and without a window; where all layers are of one sort, its own."""
+    """Returns the number of KV heads of the layers without and with a window; one number if all layers are of one kind."""
     own = config.whole("swa_num_key_value_heads", 2 * num_kv_heads)
     if own == num_kv_heads or not any(windows):
         return {"num_kv_heads": num_kv_heads}

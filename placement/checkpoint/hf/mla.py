@@ -1,4 +1,4 @@
-"""Latent attention from ``config.json``: the fields that DeepSeek-V2 and DeepSeek-V3 have for it."""
+"""Multi-head latent attention (MLA) from ``config.json``: the fields of DeepSeek-V2 and DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value
 
 
 def read_mla(config: HeaderFields, family: Family, num_heads: int) -> MLASpec | None:
-    """The sizes of latent attention; None for a family that has none. A ``head_dim`` in the file means nothing then."""
+    """Returns the sizes of latent attention; None for a family without it. With MLA, a ``head_dim`` in the file is ignored."""
     if not family.mla:
         return None
     if config.whole("num_key_value_heads", num_heads) != num_heads:
@@ -31,9 +31,9 @@ def read_mla(config: HeaderFields, family: Family, num_heads: int) -> MLASpec | 
 
 
 def scores_scale(mla: MLASpec, rope: RopeSpec) -> float:
-    """What scores are multiplied by: ``query_dim ** -0.5``, times the square of yarn's mscale over all dimensions.
+    """Returns the scale of the attention scores: ``query_dim ** -0.5``, times the square of YaRN's mscale over all dimensions.
 
-    The same in the absorbed form, though its queries are longer.
+    The absorbed form of MLA uses the same scale, although its queries are longer.
     """
     mscale = 1 + 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) if rope.factor > 1 else 1.0
     return float(mla.query_dim**-0.5 * mscale**2)

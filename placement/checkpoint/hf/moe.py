@@ -1,4 +1,4 @@
-"""The experts of a model, from ``config.json``: one function per way in which families write them."""
+"""The MoE settings of a model from ``config.json``: one function for each format in use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES = {
     "top_groups": "topk_group",
     "routed_scaling": "routed_scaling_factor",
 }
-"""Fields of `MoESpec` whose name in config.json is another."""
+"""Fields of `MoESpec` that have another name in config.json."""
 
 
 def read_moe(config: HeaderFields, how: str | None, num_layers: int) -> MoESpec | None:
-    """The layers with experts of a family that writes them in the way `how` (see `_READ`); None where no layer has any."""
+    """Returns the MoE settings of a family with the config format `how` (a key of `_READ`); None if no layer has experts."""
     if how is None:
         return None
     values = _READ[how](config, num_layers)
@@ -34,10 +34,10 @@ def read_moe(config: HeaderFields, how: str | None, num_layers: int) -> MoESpec 
 
 
 def is_fused(folder: Path) -> bool:
-    """Whether the folder has all experts of a layer in one tensor: its config does not say, the names of its tensors do.
+    """Whether the folder has all experts of a layer in one tensor. The config does not say so, the tensor names do.
 
-    False where there are none to read: a folder without weights is one to plan with, and a damaged one is refused by whoever
-    loads it.
+    False if there are no readable weights: a folder without weights serves for planning only, and a damaged one is refused when
+    it is loaded.
     """
     try:
         return any(name.endswith(".mlp.experts.gate_up_proj") for name in read_directory(folder).tensors)
@@ -57,7 +57,8 @@ def _mixtral(config: HeaderFields, num_layers: int) -> dict[str, Any]:
 
 
 def _qwen(config: HeaderFields, num_layers: int, experts: int, top_k: int, size: int) -> dict[str, Any]:
-    """Every ``decoder_sparse_step``-th layer that is not among ``mlp_only_layers``."""
+    """Returns the MoE settings of a Qwen model: every ``decoder_sparse_step``-th layer has experts, except
+    ``mlp_only_layers``."""
     step = config.whole("decoder_sparse_step", 1)
     if step < 1:
         raise config.fault("decoder_sparse_step", "must be at least 1")
@@ -98,7 +99,8 @@ def _gpt_oss(config: HeaderFields, num_layers: int) -> dict[str, Any]:
 
 
 def _deepseek(config: HeaderFields, num_layers: int, **defaults: Any) -> dict[str, Any]:
-    """Dense layers first, groups of experts, shared experts that are one of their joint size."""
+    """Returns the MoE settings of a DeepSeek model: dense layers first, expert groups, and the shared experts as one expert of
+    their joint size."""
     size = config.whole("moe_intermediate_size", defaults["size"])
     return {
         "num_experts": config.whole("n_routed_experts", config.whole("num_local_experts", defaults["experts"])),
@@ -113,7 +115,8 @@ def _deepseek(config: HeaderFields, num_layers: int, **defaults: Any) -> dict[st
 
 
 def _deepseek_v2(config: HeaderFields, num_layers: int) -> dict[str, Any]:
-    """The best groups are looked for only where ``topk_method`` says so. ``norm_topk_prob`` has two published meanings."""
+    """Returns the MoE settings of DeepSeek-V2. Routing is limited to the best groups only if ``topk_method`` says so.
+    ``norm_topk_prob`` has two published meanings, so that only false is accepted."""
     defaults = {"size": 1407, "experts": 64, "top_k": NOT_GIVEN, "dense": 0, "groups": 1, "top_groups": 1}
     values = _deepseek(config, num_layers, **defaults, scaling=1.0, shared=2)
     method = config.text("topk_method", "greedy")
@@ -125,7 +128,7 @@ def _deepseek_v2(config: HeaderFields, num_layers: int) -> dict[str, Any]:
 
 
 def _chosen_by_sigmoid(values: dict[str, Any], config: HeaderFields) -> dict[str, Any]:
-    """What DeepSeek-V3 changed, and others took from it."""
+    """Returns `values` with DeepSeek-V3's changes to routing, which other families took over."""
     own = {"scoring": "sigmoid", "choice_bias": True, "group_score": "best_two"}
     return {**values, **own, "normalise": config.flag("norm_topk_prob", True)}
 
@@ -141,7 +144,8 @@ def _glm4(config: HeaderFields, num_layers: int) -> dict[str, Any]:
 
 
 def _mimo(config: HeaderFields, num_layers: int) -> dict[str, Any]:
-    """Layers as ``mlp_layer_types`` (dense, sparse) or ``moe_layer_freq`` (0, 1) say; else all but the first."""
+    """Returns the MoE settings of MiMo-V2. The layers with experts are in ``mlp_layer_types`` (dense, sparse) or
+    ``moe_layer_freq`` (0, 1); without either, all layers but the first."""
     for name, sole in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.text(name, sole) != sole:
             raise config.fault(name, f"only {sole} is supported for mimo_v2_flash")
@@ -166,4 +170,4 @@ _READ: dict[str, Callable[[HeaderFields, int], dict[str, Any]]] = {
     "glm4": _glm4,
     "mimo": _mimo,
 }
-"""By `Family.moe`. What each takes from the file."""
+"""Readers of the MoE formats, by `Family.moe`."""

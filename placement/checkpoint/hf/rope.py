@@ -1,6 +1,6 @@
-"""Rope from ``config.json``: the rules of transformers' ``standardize_rope_params``.
+"""RoPE parameters from ``config.json``, by the rules of transformers' ``standardize_rope_params``.
 
-Both spellings are read: ``rope_scaling`` with a ``rope_theta`` beside it, and ``rope_parameters``, which holds the theta too
+Both spellings are read: ``rope_scaling`` with a ``rope_theta`` beside it, and ``rope_parameters``, which also holds the theta
 and may be nested by kind of layer::
 
     "rope_parameters": {"full_attention": {"rope_type": ..., "rope_theta": 1e6}, "sliding_attention": {...}}
@@ -19,7 +19,7 @@ _NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position
 
 
 def read_ropes(config: HeaderFields, family: Family, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """Rope of the layers that see everything, and of those with a window where it is another."""
+    """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None)."""
     nested = config.group("rope_parameters") or HeaderFields(config.file, dict(family.rope))
     whole, local = nested.group("full_attention"), nested.group("sliding_attention")
     scaling = config.group("rope_scaling")
@@ -102,7 +102,7 @@ def _longrope(config: HeaderFields, rope: HeaderFields, max_position: int, famil
 
 
 def _original(config: HeaderFields, rope: HeaderFields, max_position: int, family: Family) -> int:
-    """Context length of the training; where both the model and its rope name one, the model's counts."""
+    """Returns the context length of the training. If both the model and its RoPE name one, the model's is used."""
     inner = rope.whole("original_max_position_embeddings", family.original_max_position or max_position)
     return int(config.whole("original_max_position_embeddings", inner))
 
@@ -116,4 +116,4 @@ _SCALINGS: dict[str, Callable[[HeaderFields, HeaderFields, int, Family], dict[st
     "longrope": _longrope,
     "dynamic": _dynamic,
 }
-"""What each rope type takes from the file, beside the theta."""
+"""Readers of the RoPE types. Each returns the type's fields of `RopeSpec`, without the theta."""

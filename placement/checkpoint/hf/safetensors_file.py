@@ -2,7 +2,7 @@
 
     length u64 | header: {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...} | data
 
-The library `safetensors` reads the same header, but says of a cut file only that something in it is not right.
+The library `safetensors` reads the same header, but its error for a truncated file does not say what is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MOST_HEADER = 100_000_000
-"""Bytes. The format's own limit."""
+"""Maximum size of the header in bytes, the format's own limit."""
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -37,7 +37,7 @@ UnsignedInt = Annotated[int, Field(ge=0, strict=True)]
 
 
 class AbsentWeights(ModelError):
-    """No weights are there, or not all of the files that hold them."""
+    """The weights, or some of the files that hold them, are absent."""
 
     code = "absent_weights"
 
@@ -57,7 +57,7 @@ _METADATA = TypeAdapter(dict[str, str] | None)
 
 
 def read_directory(path: Path) -> TensorDirectory:
-    """The tensors of a Hugging Face folder or of one file. Raises `ModelError`, which names the file at fault."""
+    """Returns the tensors of a Hugging Face folder or of one file. Raises `ModelError`, which names the file at fault."""
     tensors: dict[str, TensorEntry] = {}
     for file in _files(path):
         for entry in _read_file(file):
@@ -69,7 +69,7 @@ def read_directory(path: Path) -> TensorDirectory:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a checkpoint; as in transformers, a single file goes before an index."""
+    """Returns the files of a checkpoint. As in transformers, a single file takes precedence over an index."""
     if path.is_file():
         return [path]
     if (path / _SINGLE).is_file():
@@ -80,7 +80,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files an index names, each once. Raises `ModelError` if the index is unreadable or a file is not there."""
+    """Returns the files that an index names, each once. Raises `ModelError` if the index is unreadable or a file is absent."""
     try:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
@@ -95,7 +95,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> list[TensorEntry]:
-    """The tensors of one file, whose data is all there."""
+    """Returns the tensors of one file, after a check that all data is present."""
     try:
         stored, data_bytes = _read_header(file)
         _check_data(stored, data_bytes)
@@ -110,7 +110,7 @@ def _unreadable(dtype: str) -> str | None:
 
 
 def _read_header(file: Path) -> tuple[dict[str, _Stored], int]:
-    """Entries of the header, and the bytes that follow it. Raises `ValueError` or `OSError`."""
+    """Returns the entries of the header, and the number of bytes that follow it. Raises `ValueError` or `OSError`."""
     with file.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -140,7 +140,7 @@ def _parse(header: bytes) -> dict[str, _Stored]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of pairs with different names."""
+    """Returns the pairs as a table. Raises `ValueError` if a name occurs twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -149,7 +149,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_data(stored: dict[str, _Stored], data_bytes: int) -> None:
-    """Each tensor's data is as long as its shape and type say, begins where the one before ends, and all ends with the file.
+    """Check that each tensor's data has the length of its shape and type and begins where the one before ends, up to the end of
+    the file.
 
     Raises `ValueError`.
     """

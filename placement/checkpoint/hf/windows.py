@@ -1,4 +1,4 @@
-"""Which layers have a sliding window and which have no rope, from ``config.json``."""
+"""Sliding-window layers and layers without RoPE (NoPE), from ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Windows = tuple[int | None, ...]
 
 
 def read_windows(config: HeaderFields, family: Family, num_layers: int) -> Windows:
-    """The window of each layer in tokens, None where it sees everything."""
+    """Returns the window of each layer in tokens; None for full attention."""
     window = config.whole("sliding_window", None if "sliding_window" in config.values else family.window)
     return _RULES[family.windows](config, family, window, num_layers)
 
 
 def read_unrotated(config: HeaderFields, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Layers without rope. The field ``no_rope_layers`` means the reverse of its name: 1 is for a layer that has it."""
+    """Returns the layers without RoPE. The field ``no_rope_layers`` means the reverse of its name: 1 marks a layer with
+    RoPE."""
     if family.no_rope_interval is None:
         return ()
     flags = config.wholes("no_rope_layers")
@@ -39,7 +40,7 @@ def _all(config: HeaderFields, family: Family, window: int | None, num_layers: i
 
 
 def _qwen(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """Only if told to, on the layers from ``max_window_layers`` on."""
+    """Windows on the layers from ``max_window_layers`` on, only with ``use_sliding_window``."""
     if not config.flag("use_sliding_window", False):
         window = None
     kinds = config.texts("layer_types")
@@ -50,7 +51,7 @@ def _qwen(config: HeaderFields, family: Family, window: int | None, num_layers: 
 
 
 def _qwen2_moe(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """Only if told to: on every other layer, from the first on, of those before ``max_window_layers``."""
+    """Windows on every other layer, from the first one, before ``max_window_layers``; only with ``use_sliding_window``."""
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = config.texts("layer_types")
@@ -61,18 +62,18 @@ def _qwen2_moe(config: HeaderFields, family: Family, window: int | None, num_lay
 
 
 def _if_told(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """On all layers, if told to."""
+    """Windows on all layers, only with ``use_sliding_window``."""
     return (window if config.flag("use_sliding_window", False) else None,) * num_layers
 
 
 def _alternating(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """On every other layer, from the first on."""
+    """Windows on every other layer, from the first one."""
     kinds = config.texts("layer_types") or [("sliding_attention", "full_attention")[at % 2] for at in range(num_layers)]
     return _of_kinds(config, kinds, window, num_layers)
 
 
 def _smollm3(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """Only if told to, on the layers without rope."""
+    """Windows on the layers without RoPE, only with ``use_sliding_window``."""
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers
     kinds = config.texts("layer_types")
@@ -83,7 +84,7 @@ def _smollm3(config: HeaderFields, family: Family, window: int | None, num_layer
 
 
 def _pattern(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """On all layers but every n-th."""
+    """Windows on all layers but every n-th."""
     kinds = config.texts("layer_types")
     if kinds is not None and window is not None:
         return _of_kinds(config, kinds, window, num_layers)
@@ -94,10 +95,10 @@ def _pattern(config: HeaderFields, family: Family, window: int | None, num_layer
 
 
 def _hybrid(config: HeaderFields, family: Family, window: int | None, num_layers: int) -> Windows:
-    """On all layers but the first and every sixth, unless told otherwise: ``hybrid_layer_pattern`` has a 1 for each.
+    """Windows on the layers marked 1 in ``hybrid_layer_pattern``; without it, on all layers but the first and every sixth.
 
-    ``sliding_window_size`` counts the tokens before a query, ``sliding_window`` the query too; the first counts where both are
-    there.
+    ``sliding_window_size`` counts the tokens before a query, ``sliding_window`` the query as well. If both are given, the first
+    is used.
     """
     size = config.whole("sliding_window_size", None)
     pattern, kinds = config.wholes("hybrid_layer_pattern"), config.texts("layer_types")
@@ -131,4 +132,4 @@ _RULES: dict[str, Callable[[HeaderFields, Family, int | None, int], Windows]] = 
     "pattern": _pattern,
     "hybrid": _hybrid,
 }
-"""By `Family.windows`."""
+"""The rules for sliding windows, by `Family.windows`."""
