@@ -1,9 +1,9 @@
-"""Every group backend side by side: the median time of one operation, by size and number of ranks.
+"""Compare the collectives of every group backend: the median time of one operation, by size and number of ranks.
 
     python benchmarks/collectives.py [--quick]
 
-Ranks are spawned processes with one compute thread each (threads of one process for the thread backend).
-The time is that of rank 0, in microseconds.
+Ranks are spawned processes with one compute thread each (for the thread backend, threads of one process). The times are those
+of rank 0, in microseconds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIZES = (1 * KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB
 QUICK_SIZES = (4 * KIB, 64 * KIB, 1024 * KIB)
 WORLDS = (2, 4)
 BUDGET_S, QUICK_BUDGET_S = 1.0, 0.3
-"""Time spent on one cell of the table, about."""
+"""Approximate time spent on one cell of the table, in seconds."""
 Medians = dict[tuple[str, int], float]
-"""Microseconds by operation and bytes."""
+"""Median times in microseconds, by operation and size in bytes."""
 
 
 def _ring(group: Group, x: Tensor) -> None:
@@ -55,7 +55,8 @@ OPERATIONS: dict[str, Callable[[Group, Tensor], object]] = {
 
 
 def measure(group: Group, sizes: tuple[int, ...], budget_s: float) -> Medians:
-    """Medians over as many calls as fit the budget; rank 0 decides how many, so that all make the same number."""
+    """Returns the median over as many calls as fit the budget. Rank 0 decides the number of calls, so that all ranks make
+    equally many."""
     medians: Medians = {}
     for operation, act in OPERATIONS.items():
         for num_bytes in sizes:
@@ -79,7 +80,7 @@ def _times(group: Group, act: Callable[[Group, Tensor], object], x: Tensor, coun
 def rank_process(
     rank: int, world: int, backend: str, port: int, sizes: tuple[int, ...], budget_s: float, answers: Queue[Medians]
 ) -> None:
-    """One rank; rank 0 puts its medians into `answers`."""
+    """Run one rank. Rank 0 puts its medians into `answers`."""
     torch.set_num_threads(1)
     name = f"benchmark.{port}.{world}"
     if backend == "gloo":
@@ -94,7 +95,7 @@ def rank_process(
 
 
 def measure_processes(backend: str, world: int, sizes: tuple[int, ...], budget_s: float) -> Medians:
-    """Spawn the ranks, wait for rank 0's answer."""
+    """Spawn the ranks and return the medians of rank 0."""
     context = multiprocessing.get_context("spawn")
     _store, port = serve_store("benchmark")
     answers: Queue[Medians] = context.Queue()
@@ -109,7 +110,7 @@ def measure_processes(backend: str, world: int, sizes: tuple[int, ...], budget_s
 
 
 def print_table(columns: dict[tuple[str, int], Medians], sizes: tuple[int, ...]) -> None:
-    """One row per operation and size, one column per backend and number of ranks."""
+    """Print one row per operation and size, and one column per backend and number of ranks."""
     print(f"{'median us':>16} {'KiB':>6}" + "".join(f"{f'{backend} x{world}':>18}" for backend, world in columns))
     for operation in OPERATIONS:
         for num_bytes in sizes:
@@ -118,7 +119,7 @@ def print_table(columns: dict[tuple[str, int], Medians], sizes: tuple[int, ...])
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all backends and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three sizes, a third of the time")
     quick = parser.parse_args().quick

@@ -1,6 +1,7 @@
-"""How even experts are spread, against the public greedy algorithm and the bound, on random skews; and how long it takes.
+"""Measure how evenly experts are placed on random skewed loads, compared with the public greedy algorithm (EPLB) and with the
+upper bound, and how long placement takes.
 
-python -m benchmarks.experts [--skews N]
+    python -m benchmarks.experts [--skews N]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.support.expert_loads import public, skewed
 
 
 def main() -> None:
-    """Print one line for the skews, and one for each kind of load of a large model."""
+    """Print the summary of the random loads, and one line for each kind of load of a large model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--skews", type=int, default=1000)
     skews = parser.parse_args().skews

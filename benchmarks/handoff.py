@@ -1,11 +1,13 @@
-"""A prompt's KV from one host to another over a slow link: how much of the transfer is left when the last chunk is computed.
+"""Measure how much of a prompt's KV transfer is still outstanding when the last chunk has been computed (prefill/decode
+disaggregation over a slow link).
 
     namespace a: prefill engine, rank ──veth, 1 Gbit/s each way, UCX over TCP──→ namespace b: decode engine, ranks
 
-The same prompt goes three times: in one chunk that is sent when it is computed, where next to nothing hides the transfer (its
-whole time), in chunks that are sent when they are computed, and in chunks of which each range of layers is sent when it is, as
-pools do it.
-Needs root, `ip` and `tc`; the rest of the file system, and the control messages, are shared.
+The same prompt is handed off three times: in one chunk, sent after it has been computed, where almost nothing hides the
+transfer (this gives the whole transfer time); in several chunks, each sent after it has been computed; and in chunks whose
+layer ranges are each sent as soon as they have been computed, as pools do it.
+
+The benchmark needs root, `ip` and `tc`. The two namespaces share the file system and the control messages.
 
     python -m benchmarks.handoff [--tokens 4096] [--rate 1gbit] [--decode pp=2] [--ranges 4]
 """
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any]:
-    """One hand-off, after one that connects the two sides."""
+    """Measure one hand-off, after a first one that connects the two sides."""
     with namespaces(asked.rate) as (one, other), sides(asked, chunk, ranges, one, other) as (prefill, decode):
         run_handoff(prefill, decode, 64, "warm")
         before = stats_of(prefill)
@@ -81,7 +83,8 @@ def measure(asked: argparse.Namespace, chunk: int, ranges: int) -> dict[str, Any
 
 
 def run_handoff(prefill: Connection, decode: Connection, length: int, name: str) -> tuple[list[int], float, float]:
-    """A request through both sides, as an ingress takes it; its tokens, and seconds to the first and the second."""
+    """Run a request through both sides, as the ingress does. Returns its tokens, and the seconds to the first and to the second
+    token."""
     prompt = [(17 * at + at * at // 7) % 4000 + 50 for at in range(length, 2 * length)]
     request = GenerateRequest(
         request_id=name, prompt=prompt, max_tokens=3, sampling=SamplingParams(temperature=0.0), reserves=True
@@ -114,7 +117,7 @@ def stats_of(side: Connection) -> dict[str, float]:
 
 
 def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int, tokens: int) -> None:
-    """One engine and its ranks, until the pipe is closed."""
+    """Run one engine and its ranks until the pipe is closed."""
     import torch
 
     from actors.rank.threads import ThreadRanks
@@ -165,7 +168,7 @@ def serve_side(pipe: Connection, name: str, layout: str, chunk: int, ranges: int
 
 @contextmanager
 def sides(asked: argparse.Namespace, chunk: int, ranges: int, one: str, other: str) -> Iterator[tuple[Connection, Connection]]:
-    """A process in each namespace, ready."""
+    """Start one process in each namespace. Yields the pipes to the prefill and the decode process when both are ready."""
     with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/control") as listener:
         environment = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "e0"}
         command = [sys.executable, "-m", "benchmarks.handoff", "--tokens", str(asked.tokens), "--side", f"{folder}/control"]
@@ -193,7 +196,7 @@ def sides(asked: argparse.Namespace, chunk: int, ranges: int, one: str, other: s
 
 @contextmanager
 def namespaces(rate: str) -> Iterator[tuple[str, str]]:
-    """Two network namespaces, joined by a link of that rate."""
+    """Create two network namespaces, joined by a link of the given rate."""
     mark = secrets.token_hex(3)
     spaces = [f"sw{mark}a", f"sw{mark}b"]
     try:

@@ -1,11 +1,11 @@
-"""What a layout costs on one machine: decode throughput of SmolLM2 (bf16, or fp32 where the CPU has no bf16 instructions)
-under layouts, and the all-reduce beneath.
+"""Measure the decode throughput of parallel layouts on one machine, and the all-reduce under them.
 
     python benchmarks/layouts.py [--rounds 3] [layout ...]
 
-One rank gets all cores as threads, a layout's ranks share them. All replicas stay up and take turns in every round, so a
-drifting machine favours none; medians are shown, and each layout's share of the one-rank throughput. Requests go to the
-engine directly: HTTP is measured by `single.py`.
+The model is SmolLM2, in bf16, or in fp32 if the CPU has no bf16 instructions. A single rank gets all cores as threads; the
+ranks of a layout share them. All replicas stay up and take turns in every round, so that a drift in the machine's speed favours
+none of them. The table shows medians, and the throughput of each layout as a share of the one-rank throughput. Requests go to
+the engine directly; `single.py` measures HTTP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEW_TOKENS = 64
 
 
 def decode(replica: Replica, batch: int) -> float:
-    """Tokens per second of `batch` sequences of 16 prompt tokens, NEW_TOKENS new ones each."""
+    """Returns the tokens per second of `batch` sequences with 16 prompt tokens and NEW_TOKENS new tokens each."""
     streams = []
     began = time.perf_counter()
     for _ in range(batch):
@@ -54,7 +54,7 @@ def decode(replica: Replica, batch: int) -> float:
 
 
 def start(layout: str) -> Replica:
-    """A replica of `layout` in this process's Ray."""
+    """Start a replica of `layout` in this process's Ray, and warm it up."""
     args = ServeArgs(layout=layout, dtype="bfloat16" if cpu_has_bfloat16() else "float32", max_model_len=2048, kv_bytes=2**28)
     replica = Replica(replica_settings(args, "cpu"), f"benchmark-{layout}")
     decode(replica, 1)
@@ -62,7 +62,7 @@ def start(layout: str) -> Replica:
 
 
 def show_layouts(figures: dict[str, dict[int, list[float]]]) -> None:
-    """Tokens per second by layout and batch, and the share of the first layout's."""
+    """Print the tokens per second by layout and batch, and their ratio to the first layout's."""
     base = next(iter(figures.values()))
     table = Table("decode, tok/s", *(f"batch {batch}" for batch in BATCHES))
     for layout, by_batch in figures.items():
@@ -75,7 +75,7 @@ def show_layouts(figures: dict[str, dict[int, list[float]]]) -> None:
 
 
 def show_all_reduce() -> None:
-    """The all-reduce of two ranks that every tp layer waits for twice."""
+    """Print the time of a two-rank all-reduce; every TP layer waits for two of them."""
     sizes = (4 * collectives.KIB, 64 * collectives.KIB)
     table = Table("all-reduce, 2 ranks, us", *(f"{size // collectives.KIB} KiB" for size in sizes))
     medians = {name: collectives.measure_processes(name, 2, sizes, 0.3) for name in ("shared memory", "gloo")}
@@ -87,7 +87,7 @@ def show_all_reduce() -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all layouts and print the tables."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("layouts", nargs="*", default=LAYOUTS)
     options.add_argument("--rounds", type=int, default=3)

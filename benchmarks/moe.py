@@ -1,11 +1,13 @@
-"""What a layer with experts costs by the way tokens take, and what the balancer makes of a skewed router.
+"""Measure the cost of a MoE layer by its token dispatch (all-gather or all-to-all), and what expert rebalancing makes of a
+skewed router.
 
     python benchmarks/moe.py [--ranks 4] [--rounds 7] [--only modes|skew]
 
-Ranks are processes over shared memory, one thread each. First, for 1 to 4,096 tokens of a step: tokens gathered to all ranks,
-dispatched to the ranks of their experts, and, with all experts on every rank, not sent at all; the modes take turns in every
-round, a step is as long as its slowest rank, medians are shown. Then a router that sends two fifths of everything to one
-expert, before and after the experts have moved: balancedness, the wait for the slowest rank, and the time of a step.
+Ranks are processes over shared memory, with one thread each. The first part runs steps of 1 to 4,096 tokens in three modes:
+tokens gathered to all ranks, tokens dispatched to the ranks of their experts, and, with all experts replicated on every rank,
+tokens not sent at all. The modes take turns in every round. A step takes as long as its slowest rank; the table shows medians.
+The second part uses a router that sends two fifths of all pairs to one expert. It shows balancedness, the wait for the slowest
+rank and the time of a step, before and after the experts have moved.
 """
 
 from __future__ import annotations
@@ -50,13 +52,14 @@ from placement.ownership.shards import parameters
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MODES = ("gather", "a2a", "replicated")
 SKEW, HOT = 0.4, 31
-"""Of all (token, expert) pairs, those of one expert; and which one: the last, so that it has no copy at first."""
+"""Fraction of all (token, expert) pairs that go to the hot expert, and the hot expert's number: the last one, so that it has no
+redundant copy at first."""
 SKEW_TOKENS, SKEW_LAYERS = 512, 2
 _LAYER = "layers.{}.mlp"
 
 
 def model(num_layers: int, **moe: Any) -> ModelSpec:
-    """Layers with 32 experts of 768 columns, 4 a token, hidden size 1,024."""
+    """Returns a model of layers with 32 experts of 768 columns, 4 experts a token, and hidden size 1,024."""
     experts = {"num_experts": 32, "top_k": 4, "expert_size": 768, "layers": tuple(range(num_layers)), "normalise": True}
     return ModelSpec(
         family="qwen3_moe",
@@ -76,7 +79,8 @@ def model(num_layers: int, **moe: Any) -> ModelSpec:
 
 @dataclass
 class LayerRank:
-    """The layers with experts of one rank, without the rest of the model: a DP rank of its own, so tokens are its own."""
+    """The MoE layers of one rank, without the rest of the model. The rank is a DP rank of its own, so its tokens are its
+    own."""
 
     spec: ModelSpec
     layout: Layout
@@ -97,7 +101,7 @@ class LayerRank:
 
     @torch.inference_mode()
     def step(self, x: Tensor, new_lens_across_dp: Sequence[Sequence[int]], number: int = 0) -> None:
-        """Run own tokens [own, hidden] of step `number` through the layers."""
+        """Run the tokens `x` `[own, hidden]` of this rank through the layers, as step `number`."""
         exchange = self._exchanges.of(new_lens_across_dp, number)
         region = self._regions.of(new_lens_across_dp[self.rank])
         for layer in self.mixtures.values():
@@ -112,12 +116,12 @@ def _filled(shape: tuple[int, ...], fp32: bool) -> nn.Parameter:
 
 
 def new_lens_of(tokens: int, ranks: int) -> list[list[int]]:
-    """A step of so many decodes, split over DP ranks."""
+    """Returns the new lengths of a step with `tokens` decodes, split over the DP ranks."""
     return [[1] * len(part) for part in partition(tokens, ranks)]
 
 
 def run_modes(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) -> None:
-    """Times [mode][tokens] of every round."""
+    """Send the times of every round through the pipe, by mode and number of tokens."""
     texts = {name: f"attn_dp={ranks},ep={ranks},dispatch={name}" for name in MODES[:2]}
     texts["replicated"] = f"attn_dp={ranks},moe_dp={ranks}"
     subjects = {}
@@ -139,7 +143,7 @@ def run_modes(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int)
 
 
 def skewed(spec: ModelSpec, layer: MixtureOfExperts) -> None:
-    """Bias the router so that one expert gets `SKEW` of all pairs, of tokens as the benchmark draws them."""
+    """Bias the router so that the hot expert gets `SKEW` of all pairs, for tokens as the benchmark draws them."""
     assert spec.moe is not None
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(8192, spec.hidden_size, generator=draw) @ layer.router.weight.T
@@ -151,7 +155,7 @@ def skewed(spec: ModelSpec, layer: MixtureOfExperts) -> None:
 
 
 def run_skew(rank: int, ranks: int, copy: Group, pipe: Connection, rounds: int) -> None:
-    """Steps as plans say, with their moves and reports, until the pipe brings None."""
+    """Run the steps of the plans that the pipe brings, with their expert moves and load reports, until it brings None."""
     spec, layout = model(SKEW_LAYERS, top_k=2, router_bias=True, normalise=False), skew_layout(ranks)
     torch.manual_seed(0)
     subject = LayerRank(spec, layout, rank, copy)
@@ -177,7 +181,8 @@ def skew_layout(ranks: int) -> Layout:
 
 
 def balance(pipes: Sequence[Connection], ranks: int) -> tuple[Table, float]:
-    """Before and after the move that the balancer decides on; and the part of the bound that is reached."""
+    """Run the balancer on a skewed router. Returns a table of the steps before and after its move, and the reached fraction of
+    the bound."""
     spec, layout = model(SKEW_LAYERS, top_k=2, router_bias=True, normalise=False), skew_layout(ranks)
     config = Balancing.of(spec, layout, 4, rebalance_every=20, rebalance_skew=None)
     assert config is not None
@@ -209,7 +214,7 @@ def balance(pipes: Sequence[Connection], ranks: int) -> tuple[Table, float]:
 
 
 def _straggling(reports: Sequence[Any]) -> float:
-    """Part of the slowest rank's expert seconds that ranks wait, in the mean."""
+    """Returns the mean fraction of the slowest rank's expert seconds that the other ranks spend waiting."""
     by_layer = zip(*([layer.expert_s for layer in report.layers] for report in reports), strict=True)
     slowest, used = 0.0, 0.0
     for seconds in by_layer:
@@ -219,7 +224,7 @@ def _straggling(reports: Sequence[Any]) -> float:
 
 
 def rank_process(run: Callable[..., None], name: str, rank: int, ranks: int, pipe: Connection, rounds: int) -> None:
-    """One rank of either part."""
+    """Run one rank of either part."""
     torch.set_num_threads(1)
     copy = SharedMemoryGroup.attach(name, rank, ranks, "moe")
     run(rank, ranks, copy, pipe, rounds)
@@ -240,7 +245,7 @@ def started(run: Callable[..., None], ranks: int, rounds: int) -> tuple[list[Any
 
 
 def show_modes(times: dict[tuple[str, int], list[float]], ranks: int) -> Table:
-    """Milliseconds of a step by mode, and what the rule chooses."""
+    """Returns a table of the milliseconds of a step by mode, with the mode that the dispatch rule chooses."""
     table = Table("tokens", *(f"{name}, ms" for name in MODES), "rule", "of the faster")
     for tokens in TOKENS:
         found = {name: statistics.median(times[name, tokens]) for name in MODES}
@@ -252,7 +257,7 @@ def show_modes(times: dict[tuple[str, int], list[float]], ranks: int) -> Table:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure both parts and print their tables."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--rounds", type=int, default=7)

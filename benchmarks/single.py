@@ -1,12 +1,13 @@
-"""One machine, one rank: tokens per second, start-up and memory, beside vLLM where it is installed, in one run.
+"""Measure one machine with one rank: tokens per second, start-up time and memory, beside vLLM where it is installed, in one
+run.
 
     python benchmarks/single.py [--vllm /path/to/venv/bin/python] [--threads 2] [--rounds 3]
 
-Both are started as their users start them and measured over HTTP by the same client, on the same weights in the same type
-(bf16, or fp32 where the CPU has no bf16 instructions) and on the same number of threads, prefix caching defeated by random
-prompts. Rounds alternate between the servers, so that a machine whose speed drifts does not favour one of them; the median
-is shown. Sleeping servers cost nothing, so both stay up. Peak memory is the sum of the proportional set sizes of all
-processes of a server, sampled.
+Both servers are started as their users start them and measured over HTTP by the same client, with the same weights, the same
+type (bf16, or fp32 if the CPU has no bf16 instructions) and the same number of threads. Random prompts defeat prefix caching.
+Rounds alternate between the servers, so that a drift in the machine's speed favours neither; the table shows medians. Both
+servers stay up, since an idle server costs nothing. Peak memory is the sum of the proportional set sizes of all processes of a
+server, sampled.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ NEW_TOKENS = 128
 BATCHES = (1, 8, 32)
 START_S = 600.0
 SAMPLE_S = 3.0
-"""Between two looks at the memory: the kernel walks every page table for one, on the same cores."""
+"""Seconds between two samples of the memory. A sample makes the kernel walk every page table, on the cores that are
+measured."""
 
 
 @dataclass
 class Subject:
-    """One server under test and what was measured of it."""
+    """One server under test, and the figures measured for it."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -57,7 +59,7 @@ class Subject:
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def watch_memory(self, stop: threading.Event) -> None:
-        """Sample the memory of the whole process tree until `stop`."""
+        """Sample the memory of the whole process tree until `stop` is set."""
         while not stop.wait(SAMPLE_S):
             total = 0
             for each in [mother := psutil.Process(self.process.pid), *mother.children(recursive=True)]:
@@ -66,7 +68,7 @@ class Subject:
             self.peak_bytes = max(self.peak_bytes, total)
 
     def end(self) -> None:
-        """End the server and everything it started."""
+        """Stop the server and every process it started."""
         started = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -77,7 +79,7 @@ class Subject:
 
 
 def start(name: str, command: list[str], env: dict[str, str], model: str, port: int) -> Subject:
-    """Start a server and wait until it is healthy; its start-up time runs from the command to the first token."""
+    """Start a server and wait until it is healthy. Its start-up time is from the command to the first token."""
     began = time.monotonic()
     process = subprocess.Popen(
         command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -96,12 +98,12 @@ def start(name: str, command: list[str], env: dict[str, str], model: str, port: 
 
 
 def prompt(length: int) -> list[int]:
-    """Random token ids, never the same twice."""
+    """Returns random token ids, different in every call."""
     return [random.randrange(100, 49000) for _ in range(length)]
 
 
 async def generate(subject: Subject, prompts: list[list[int]], new_tokens: int) -> float:
-    """Send all prompts at once; seconds until the last answer is whole."""
+    """Send all prompts at once. Returns the seconds until the last answer is complete."""
     async with httpx.AsyncClient(base_url=subject.url, timeout=600) as client:
         began = time.perf_counter()
         answers = await asyncio.gather(
@@ -120,7 +122,7 @@ async def generate(subject: Subject, prompts: list[list[int]], new_tokens: int) 
 
 
 def measure(subject: Subject) -> None:
-    """One round of every figure."""
+    """Measure one round of every figure."""
     seconds = asyncio.run(generate(subject, [prompt(length) for length in PREFILL], 1))
     subject.figures.setdefault("prefill 4 x 1024, tok/s", []).append(sum(PREFILL) / seconds)
     for batch in BATCHES:
@@ -129,7 +131,7 @@ def measure(subject: Subject) -> None:
 
 
 def show(subjects: list[Subject], dtype: str) -> None:
-    """The table."""
+    """Print the table."""
     table = Table(dtype, *(subject.name for subject in subjects), "ratio" if len(subjects) == 2 else "")
     rows: list[tuple[str, Callable[[Subject], float], str]] = [
         (name, lambda subject, name=name: statistics.median(subject.figures[name]), ",.0f")  # type: ignore[misc]

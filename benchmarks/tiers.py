@@ -1,11 +1,11 @@
-"""What host memory and a directory behind the device bring: conversations that do not fit the KV cache together.
+"""Measure the benefit of KV offload to host memory and disk, with conversations that do not fit the KV cache together.
 
     python benchmarks/tiers.py [--conversations 16] [--turns 4] [--layout tp=1]
 
-Conversations of several turns of SmolLM2 (float32, so that answers can be compared) take turns, so that each finds its
-history gone from a device whose pages hold an eighth of them all (640 tokens at least). Replicas without tiers, with host
-memory and with a directory stay up and are given each turn one after the other: hit rate of prompt tokens, and time to the
-first token. Requests go to the engine directly.
+Conversations of several turns with SmolLM2 (float32, so that answers can be compared) take turns, so that each one finds its
+history evicted from a device whose pages hold an eighth of all conversations (at least 640 tokens). Three replicas, without
+tiers, with host memory and with a directory, stay up and get each turn one after the other. The figures are the hit rate of
+prompt tokens and the time to the first token (TTFT). Requests go to the engine directly.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from serve_app.deployment.replica_settings import replica_settings
 from serve_app.deployment.settings import ServeArgs
 
 SYSTEM, USER, ANSWER = 96, 64, 8
-"""Tokens: what every conversation begins with (each with its own), what a turn adds, and what is answered."""
+"""Token counts: the beginning of each conversation (each has its own), the question of one turn, and its answer."""
 
 
 def start(layout: str, tokens: int, **tiers: str) -> Replica:
-    """A replica whose pages hold so many tokens."""
+    """Start a replica whose KV pages hold `tokens` tokens."""
     usual = replica_settings(ServeArgs(layout=layout, dtype="float32", max_model_len=600), "cpu")
     needs = memory.rank_memories(usual.spec, usual.layout, usual.dtype)
     kv_bytes = max(rank.block_bytes for rank in needs) * -(-tokens // BLOCK_TOKENS // usual.layout.kv_owners)
@@ -44,7 +44,7 @@ def start(layout: str, tokens: int, **tiers: str) -> Replica:
 
 
 def ask(replica: Replica, name: str, prompt: list[int]) -> tuple[float, int, list[int]]:
-    """(seconds to the first token, cached tokens, answer)."""
+    """Returns the seconds to the first token, the number of cached tokens, and the answer."""
     events: queue.Queue[TokenEvent] = queue.Queue()
     sampling = SamplingParams(temperature=0, min_tokens=ANSWER)
     began, first, cached, tokens = time.perf_counter(), None, 0, list[int]()
@@ -61,7 +61,7 @@ def ask(replica: Replica, name: str, prompt: list[int]) -> tuple[float, int, lis
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the three replicas and print the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--conversations", type=int, default=16)
     options.add_argument("--turns", type=int, default=4)
