@@ -1,4 +1,4 @@
-"""The settings of KV offload: the KV tiers (host memory, disk directory) behind the pages of a replica's ranks."""
+"""Options of the KV tiers (KV offload to host memory and disk) behind the KV pages of a replica's ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from placement.cost.units import ByteCount
 
 
 class TierOptions(BaseModel):
-    """User options of KV offload. The type, default and help text of each option are defined only here."""
+    """The KV offload options that a user may set. Each option has its type, default and help text here, and nowhere else."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="KV offload")
 
     host_cache: Annotated[ByteCount, Field(ge=0)] = 0
-    """Host memory of each rank for KV blocks evicted from its device, for example 4GiB; 0 disables it."""
+    """Host memory of each rank for KV blocks evicted from its device, for example 4GiB; 0: none."""
     disk_cache: Path | None = None
-    """Directory for KV blocks that outlive the server; several servers may share it."""
+    """Directory for KV blocks that remain after the server has stopped; several servers may share it."""
     disk_cache_bytes: Annotated[ByteCount, Field(ge=1)] = 16 << 30
-    """Maximum bytes of KV blocks in that directory, over all servers that share it."""
+    """Maximum number of bytes in that directory, for all its users together."""
 
 
 class TierConfig(TierOptions):
-    """The tiers of one model's replica: host memory, a directory, or both.
+    """The KV tiers of one model's replica: host memory, a directory, or both.
 
-    `model_digest` identifies the model (see `placement.model.digest`), so that blocks of other models are never found.
+    `model_digest` is described in `placement.model.digest`. It is part of every key, so the blocks of other models are never
+    found.
     """
 
     model_digest: str

@@ -1,4 +1,4 @@
-"""The user options of a replica: those of its engine, of its KV tiers, and of its ranks."""
+"""The replica options that a user may set: those of its engine, of its KV tiers, and of its ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from placement.model.bounds import PositiveInt
 
 
 class ReplicaOptions(EngineOptions, TierOptions):
-    """The options of a replica, equal for every replica of a deployment. `ServeArgs` and `ReplicaSettings` inherit them."""
+    """The options that all replicas of a deployment share. `ServeArgs` and `ReplicaSettings` both inherit them."""
 
     model_config = ConfigDict(title="Ranks of a replica")
 
     kv_bytes: Annotated[ByteCount, Field(ge=1)] | None = None
-    """Size of the KV cache of one rank, for example 2GiB; default: the free memory of its device, on a CPU at most 1GiB."""
+    """KV cache of one rank, for example 2GiB; default: the free memory of its device, on a CPU 1GiB at most."""
     threads_per_rank: PositiveInt | None = None
-    """Number of CPU threads of one rank; default: an even share of the cores."""
+    """CPU threads of one rank; default: an even share of the cores."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None
-    """Number of steps between checks of the expert load balance; 0: never; default: 3000 if ep > 1."""
+    """Steps between checks of the expert load balance; 0: never; default: 3000 where ep > 1."""
     rebalance_skew: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Check at once when the mean load of the expert-parallel ranks falls below this fraction of the largest load."""
+    """Also check as soon as the mean expert load of the ranks falls below this fraction of the largest load."""
     nodes_wait_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds to wait for nodes that have not started yet; 0: a layout that does not fit at present is refused at once."""
+    """Seconds to wait for nodes that have not started yet; 0: refuse a layout that does not fit now."""

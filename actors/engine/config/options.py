@@ -1,4 +1,4 @@
-"""The user options of an engine. The type, default and help text of each option are defined only here.
+"""The engine options that a user may set. Each option has its type, default and help text here, and nowhere else.
 
 command line, Serve argument, YAML ──→ ServeArgs ──→ ReplicaSettings ──→ EngineConfig      all inherit `EngineOptions`
 """
@@ -15,26 +15,26 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class EngineOptions(BaseModel):
-    """The limits on what one engine runs at once and on what may wait."""
+    """Limits of one engine: how much it runs in one step (continuous batching), and how many requests may wait."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="Engine")
 
     max_batch_tokens: PositiveInt = 2048
-    """Maximum tokens of one step, on each attn_dp rank."""
+    """Maximum number of tokens that one step runs on each attn_dp rank."""
     max_sequences: PositiveInt = 64
-    """Maximum sequences running at once, on each attn_dp rank."""
+    """Maximum number of sequences that run at once on each attn_dp rank."""
     max_waiting: PositiveInt = 1024
-    """Maximum waiting requests; further ones are refused (HTTP 429)."""
+    """Maximum number of waiting requests; further requests are refused (HTTP 429)."""
     max_waiting_tokens: PositiveInt = 1 << 20
-    """Maximum waiting prompt tokens; a longer prompt is still accepted if no other request waits."""
+    """Maximum number of waiting prompt tokens; a longer prompt is still accepted when nothing else waits."""
     plans_in_flight: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Maximum steps sent to the ranks without a result; default: pipeline stages plus one."""
+    """Maximum number of steps sent to the ranks before the oldest result is back; default: pipeline stages plus one."""
     step_timeout_s: Seconds = 60.0
-    """Seconds after which a step counts as stuck, and its ranks are restarted."""
+    """Seconds after which a step counts as stuck and its ranks are restarted."""
 
 
 class EngineLimits(EngineOptions):
-    """The engine options together with the length limit that follows from model and memory."""
+    """The engine options, together with the limit that follows from the model and its memory."""
 
     max_model_len: PositiveInt
-    """Maximum tokens of a sequence, prompt and generated tokens together."""
+    """Maximum number of tokens in a sequence, prompt and generated tokens together."""
