@@ -18,7 +18,7 @@ class ReplicaOptions(EngineOptions, TierOptions):
     model_config = ConfigDict(title="Ranks of a replica")
 
     kv_bytes: Annotated[ByteCount, Field(ge=1)] | None = None
-    """KV cache of one rank, for example 2GiB; default: the free memory of its device, on a CPU 1GiB at most."""
+    """KV cache of one rank, for example 2GiB; default: the memory left on its device; on a CPU, at most 1GiB."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads of one rank; default: an even share of the cores."""
     rebalance_every: Annotated[int, Field(ge=0)] | None = None

@@ -1,4 +1,4 @@
-"""``python -m serve_app.commands`` is the ``shardwright`` command."""
+"""``python -m serve_app.commands`` runs the ``shardwright`` command."""
 
 from serve_app.commands.cli import main
 

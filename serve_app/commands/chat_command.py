@@ -14,7 +14,8 @@ _TIMEOUT = httpx.Timeout(10.0, read=None)
 
 
 def run_chat(url: str, *, system: str | None, max_tokens: int, temperature: float, api_key: str | None) -> None:
-    """Read lines, stream answers, keep the conversation, until end of input or ``/quit``; ``/new`` starts over."""
+    """Run the chat: read lines, stream the answers and keep the conversation until end of input or ``/quit``; ``/new`` starts
+    over."""
     console = Console()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -50,7 +51,7 @@ def _ask(console: Console) -> str | None:
 
 
 def _answer(client: httpx.Client, body: dict[str, Any]) -> str:
-    """Stream one answer to the terminal and return it whole. Ctrl-C cuts the answer, not the chat."""
+    """Stream one answer to the terminal and return it as a whole. Ctrl-C interrupts the answer, not the chat."""
     pieces: list[str] = []
     try:
         for piece in _pieces(client, body):

@@ -1,4 +1,4 @@
-"""The command line. Exit status: 0 good, 1 the answer is no, 2 a mistake in what was asked."""
+"""The command line. Exit status: 0 for success, 1 for a negative result, 2 for an error in the request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ app = typer.Typer(name="shardwright", no_args_is_help=True, add_completion=False
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a GGUF file, a hub id, or a built-in name.")]
 Address = Annotated[
-    str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, else the one a command on this machine embeds.")
+    str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, else the cluster embedded by a command on this machine.")
 ]
 Application = Annotated[
-    str | None, typer.Option("--name", help="The application, as render named it; default: shardwright, else the only one.")
+    str | None,
+    typer.Option("--name", help="Name of the application, as given to render; default: shardwright, else the only one."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
@@ -33,20 +34,20 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 @admits(ServeArgs)
 def serve(
     args: ServeArgs,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to join; default: RAY_ADDRESS, else an embedded one.")
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Take the place of an application that runs on the cluster already.")
+        bool, typer.Option("--replace", help="Replace an application that already runs on the cluster.")
     ] = False,
     nodes: Annotated[
-        str | None, typer.Option(help="Embed so many Ray nodes of so many slots on this machine, for example 2x4.")
+        str | None, typer.Option(help="Ray nodes and slots per node to embed on this machine, for example 2x4.")
     ] = None,
-    json_logs: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
+    json_logs: Annotated[bool, typer.Option("--json", help="Write log lines as JSON.")] = False,
 ) -> None:
-    """Serve MODEL on an OpenAI endpoint until Ctrl-C."""
+    """Serve MODEL on an OpenAI-compatible endpoint until Ctrl-C."""
     from cluster.embedded.local import EmbeddedShape
     from serve_app.commands.serve_command import run_server
 
@@ -58,20 +59,28 @@ def serve(
 def explain(
     model: Model = DEFAULT_MODEL,
     layout: Annotated[str, typer.Option(help="Parallel layout, for example tp=2,pp=2.")] = "",
-    tokens: Annotated[int, typer.Option(help="New tokens each sequence runs in the step.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences in the step.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Number of new tokens of each sequence in the step.")] = 1,
+    batch: Annotated[int, typer.Option(help="Number of sequences in the step.")] = 1,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each sequence in the KV cache, those of the step included.")
+        int | None, typer.Option(help="Number of tokens of each sequence in the KV cache, including those of the step.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights and the KV cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    ] = "auto",
     prefill: Annotated[
-        str | None, typer.Option(help="With --decode: what a prefill pool of this layout hands to a decode pool.")
+        str | None, typer.Option(help="Layout of a prefill pool; with --decode, explain the KV hand-off between the pools.")
     ] = None,
-    decode: Annotated[str | None, typer.Option(help="Layout of the decode pool; --context is the prompt's length.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A file of `shardwright cluster --json`: who sits where on it.")] = None,
+    decode: Annotated[
+        str | None, typer.Option(help="Layout of the decode pool; --context is then the length of the prompt.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="File written by `shardwright cluster --json`: also explain the placement on that cluster."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what LAYOUT means for MODEL: who holds what, who talks to whom, bytes and memory. Reads the header only."""
+    """Explain a layout for MODEL: weights and heads of each rank, groups, traffic and memory. Reads only the checkpoint's
+    headers."""
     from serve_app.commands.explain_command import ExplainArgs, run_explain
 
     fields = {
@@ -89,13 +98,13 @@ def explain(
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="A running endpoint.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the running endpoint.")] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: greedy.")] = 0.7,
     api_key: Annotated[str | None, typer.Option(help="Bearer key of the endpoint.")] = None,
 ) -> None:
-    """Chat in the terminal with a running endpoint; answers stream."""
+    """Chat with a running endpoint in the terminal, with streamed answers."""
     from serve_app.commands.chat_command import run_chat
 
     run_chat(url, system=system, max_tokens=max_tokens, temperature=temperature, api_key=api_key)
@@ -105,12 +114,17 @@ def chat(
 def verify(
     model: Model = DEFAULT_MODEL,
     layout: Annotated[str, typer.Option(help="Parallel layout to check, for example tp=3 or tp=2,pp=2.")] = "",
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of the longest of four prompts; default 64.")] = None,
-    processes: Annotated[bool, typer.Option("--processes", help="Ranks as processes, not as threads of this one.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Number of tokens in the longest of four prompts; default: 64, or more for sequence parallelism."
+        ),
+    ] = None,
+    processes: Annotated[bool, typer.Option("--processes", help="Run the ranks as processes, not as threads.")] = False,
+    dtype: Annotated[str, typer.Option(help="Type to compute in: auto, float32 or bfloat16.")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Does LAYOUT compute what one rank computes? Exit status 0: yes, within rounding; 1: no."""
+    """Check that a layout computes what one rank computes. Exit status: 0 if it does, within rounding; 1 if not."""
     from serve_app.commands.verify_command import VerifyArgs, run_verify
 
     args = VerifyArgs.model_validate(
@@ -122,7 +136,7 @@ def verify(
 @app.command()
 @admits(RenderArgs, leave_out=NOT_RENDERED)
 def render(args: RenderArgs) -> None:
-    """Write the files that bring LAYOUT to machines: `ray up`, KubeRay, or a Serve file."""
+    """Write the files that deploy a layout: for `ray up`, KubeRay, or Ray Serve."""
     from serve_app.commands.render_command import run_render
 
     run_render(args)
@@ -131,9 +145,9 @@ def render(args: RenderArgs) -> None:
 @app.command()
 def cluster(
     address: Address = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: what the slots are counted in.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device whose slots are counted: auto, cpu or cuda.")] = "auto",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the link between each two nodes (half a second each).")
+        bool, typer.Option("--measure", help="Measure the link between each pair of nodes (half a second per pair).")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -145,7 +159,7 @@ def cluster(
 
 @app.command()
 def status(address: Address = None, name: Application = None, as_json: Json = False) -> None:
-    """Show what runs on a cluster: deployments, replicas, and where each rank is. Exit status 1: nothing serves."""
+    """Show the application on a cluster: deployments, replicas, and the node of each rank. Exit status 1: not running."""
     from serve_app.commands.status_command import run_status
 
     run_status(address, as_json, name)
@@ -153,16 +167,17 @@ def status(address: Address = None, name: Application = None, as_json: Json = Fa
 
 @app.command()
 def role(
-    replica: Annotated[str, typer.Argument(help="Its name, as status shows it.")],
-    becomes: Annotated[str, typer.Argument(metavar="prefill|decode|mixed")],
+    replica: Annotated[str, typer.Argument(help="Name of the replica, as shown by status.")],
+    becomes: Annotated[str, typer.Argument(metavar="prefill|decode|mixed", help="The new role.")],
     within: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for what it has to finish first; then it stays what it is.")
+        float, typer.Option(min=0, help="Seconds to wait for the replica's current work; after that, its role stays unchanged.")
     ] = 120.0,
     address: Address = None,
     name: Application = None,
     as_json: Json = False,
 ) -> None:
-    """Change what a replica of a pool takes, once it has finished what it then takes no more. Exit status 1: it did not."""
+    """Change the role of a replica in a pool, once it has finished the work that the new role does not include. Exit status 1:
+    not changed."""
     from serve_app.commands.role_command import run_role
 
     run_role(replica, becomes, within, address, as_json, name)
@@ -185,7 +200,7 @@ def models(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Entry point: mistakes become one message on stderr and exit status 2."""
+    """Entry point of the command line. Errors in the request become one message on stderr and exit status 2."""
     try:
         app()
     except ValidationError as error:

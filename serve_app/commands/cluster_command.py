@@ -1,4 +1,4 @@
-"""``shardwright cluster``: the machines a layout can be placed on, as a table, a drawing or JSON."""
+"""``shardwright cluster``: the machines on which a layout can be placed, as a table, a drawing or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.commands.connection import connected
 
 
 class ClusterArgs(BaseModel):
-    """What was asked. The JSON is a `ClusterSpec`, which other commands read."""
+    """Arguments of the command. Its JSON output is a `ClusterSpec`, which other commands read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,7 +23,7 @@ class ClusterArgs(BaseModel):
 
 
 def run_cluster(args: ClusterArgs, as_json: bool) -> None:
-    """Print the cluster. Exits with 2 where none answers, or a node does not take part in the measurement."""
+    """Print the cluster. Exits with 2 if no cluster answers, or a node does not take part in the measurement."""
     with connected(args.address):
         from cluster.nodes.discover import available, best_device, discover
         from cluster.nodes.measure import MeasureError, measure

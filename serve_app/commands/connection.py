@@ -1,4 +1,4 @@
-"""Joining a running cluster for the length of a command that only looks."""
+"""Connection to a running cluster for the duration of a read-only command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.deployment.start_errors import error_text
 
 @contextmanager
 def connected(address: str | None) -> Iterator[local.Connection]:
-    """A connection to the cluster at `address`, or the one that is found. Exits with 2 and the reason where none answers."""
+    """Connect to the cluster at `address`, or to the one that is found. Exits with 2 and the reason if none answers."""
     where = address or local.configured_address() or "this machine"
     try:
         connection = local.connect_running(address)

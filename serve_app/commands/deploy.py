@@ -1,4 +1,4 @@
-"""The application on a connected cluster: from asking Ray Serve for it to its running, with what there is to see meanwhile."""
+"""Deployment of the application on a connected cluster: the request to Ray Serve, the progress, and the wait until it runs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _DEPLOY_TIMEOUT_S = 900.0
 _SILENT_S = 60.0
-"""A controller that gives no status for so long is gone; one that was restarted is back before."""
+"""Seconds without a status after which the controller counts as lost. A restarted controller is back earlier."""
 
 _ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """An application of ours. `port`: that of a Serve which ran there before, if one did; `since`: when it was deployed, in
-    seconds since 1970, None where that is not known."""
+    """A deployed application. `port`: that of the Serve instance, which may have run before; `since`: the time of the
+    deployment in seconds since 1970, None if it is not known."""
 
     port: int
     since: float | None
 
 
 class StartFailed(SystemExit):
-    """The service did not come up; the reason is already on stderr."""
+    """The service did not start. The reason has been written to stderr."""
 
     def __init__(self, reason: str) -> None:
         print(f"error: {reason}", file=sys.stderr)
@@ -48,8 +48,10 @@ class StartFailed(SystemExit):
 
 
 def check_free(replace: bool) -> None:
-    """Exits with 2 where another command's application runs on the connected cluster, unless it is to be replaced. Raises a Ray
-    error where Serve's controller does not answer: nobody knows then."""
+    """Check that no other command's application runs on the connected cluster, unless it is to be replaced; else exit with 2.
+
+    Raises a Ray error if Serve's controller does not answer, in which case the state is unknown.
+    """
     from cluster.replica.status import serve_details
 
     found = _application(serve_details())
@@ -62,8 +64,8 @@ def check_free(replace: bool) -> None:
 
 
 def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Deployed:
-    """Deploy on the connected cluster and wait until it runs, or `stop` is set. Exits with 2, and the reason, when it will not
-    run."""
+    """Deploy on the connected cluster and wait until the application runs or `stop` is set. Exits with 2 and the reason if it
+    fails."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.api import RunTarget
@@ -73,8 +75,8 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     from cluster.replica.status import serve_details
     from serve_app.app import application
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
-    app = application(args)  # what the cluster cannot do is refused before Serve is started on it, which stays
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the import has set it to INFO
+    app = application(args)  # refuse an impossible request before Serve is started, since Serve then stays on the cluster
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
@@ -84,14 +86,16 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     with _progress() as show:
         _wait_until_running(stop, show)
     details: dict[str, Any] = {}
-    with suppress(RayError):  # a controller too busy to tell is no reason to fail
+    with suppress(RayError):  # a controller that is too busy to answer is no reason to fail
         details = serve_details()
     return Deployed(port=_port(details, port), since=_since(_application(details)))
 
 
 def is_still(since: float | None) -> bool:
-    """Whether the application on the connected cluster is the one deployed then, as far as that is known. Raises a Ray error
-    where Serve's controller does not answer."""
+    """Whether the application on the connected cluster is still the one deployed at `since`, as far as that is known.
+
+    Raises a Ray error if Serve's controller does not answer.
+    """
     from cluster.replica.status import serve_details
 
     return since is None or _since(_application(serve_details())) == since
@@ -116,7 +120,7 @@ def _port(details: dict[str, Any], asked: int) -> int:
 
 
 def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None:
-    """Returns when the application runs, or `stop` is set. Exits with 2, and the reason, when it will not run."""
+    """Wait until the application runs or `stop` is set. Exits with 2 and the reason if it fails."""
     began = answered_s = time.monotonic()
     last: ApplicationStatusOverview | None = None
     while not stop.wait(_POLL_S):
@@ -135,7 +139,8 @@ def _wait_until_running(stop: threading.Event, show: Callable[[], None]) -> None
 
 
 def _reason(status: ApplicationStatusOverview | None) -> str:
-    """Why the application does not run: the report that one of its deployments has left, else what Serve says."""
+    """Returns the reason why the application does not run: the error report of one of its deployments, or else Serve's
+    message."""
     deployments = {} if status is None else status.deployments
     report = next((found for name in deployments if (found := _report(name)) is not None), None)
     if report is not None:
@@ -144,7 +149,7 @@ def _reason(status: ApplicationStatusOverview | None) -> str:
 
 
 def _report(deployment: str) -> ErrorReport | None:
-    """What a constructor of this deployment has left, None where it has left nothing or the cluster does not answer."""
+    """Returns the error report of this deployment's constructor; None if there is none or the cluster does not answer."""
     from ray.exceptions import RayError
 
     from cluster.replica import failures
@@ -155,7 +160,8 @@ def _report(deployment: str) -> ErrorReport | None:
 
 
 def _status() -> ApplicationStatusOverview | None:
-    """None while Serve's controller restarts: it does not answer, or does not know the application again yet."""
+    """Returns the application's status; None while Serve's controller restarts and does not answer or does not know the
+    application yet."""
     from ray import serve
     from ray.exceptions import RayActorError
 
@@ -166,7 +172,8 @@ def _status() -> ApplicationStatusOverview | None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[], None]]:
-    """A function that draws how far each rank's loading is, and tells what replicas wait for; ranks are found by name."""
+    """Yields a function that draws the loading progress of each rank (found by its actor name) and prints what the replicas
+    wait for."""
     from ray.exceptions import RayError
 
     from actors.wire.rank_config import RankStatus
@@ -178,12 +185,12 @@ def _progress() -> Iterator[Callable[[], None]]:
         tasks: dict[str, TaskID] = {}
         statuses: dict[str, RankStatus] = {}
         shown: set[str] = set()
-        with suppress(RayError):  # what those before have left
+        with suppress(RayError):  # messages that earlier replicas have left
             shown.update(wait_messages())
 
         def show() -> None:
             lines: list[str] = []
-            with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+            with suppress(RayError):  # a cluster that is too busy to answer is no reason to fail
                 statuses.update(rank_statuses())
                 lines = [line for line in wait_messages() if line not in shown]
             shown.update(lines)

@@ -1,4 +1,4 @@
-"""What a running endpoint says of its own health."""
+"""The health of a running endpoint, as it reports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ANSWER_S = 10.0
 
 
 def health_line(url: str) -> tuple[bool, str]:
-    """Whether it takes requests, and what is amiss, if anything. Of one that does not say nothing is."""
+    """Returns whether the endpoint accepts requests, and the reason for a limitation. Without a valid answer, (True, "")."""
     try:
         health = httpx.get(f"{url}/health", timeout=_ANSWER_S).json()
         return health["status"] != "unhealthy", str(health["reason"])

@@ -1,6 +1,6 @@
-"""``shardwright explain``: what a layout means for a model, from its header alone. Nothing starts, nothing is loaded.
+"""``shardwright explain``: explain a layout for a model from its headers alone. Nothing is started or loaded.
 
-With ``--prefill`` and ``--decode`` it is what one pool hands to the other (`placement.ownership.handoff`).
+With ``--prefill`` and ``--decode`` it explains the KV hand-off between two pools (`placement.ownership.handoff`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from placement.nodes.hardware import ClusterSpec
 from serve_app.deployment.catalog import resolve
 
 HANDOFF_TOKENS = 4096
-"""Length of the prompt that is handed off, unless `context` says it."""
+"""Default length in tokens of the prompt that is handed off."""
 
 
 class ExplainArgs(BaseModel):
-    """What was asked. `context` counts the tokens of a sequence once the step has run; None: only those of the step.
+    """Arguments of the command. `context` is the number of tokens of a sequence after the step; None: only those of the step.
 
     With `prefill` and `decode` (layouts) it is the length of the prompt that is handed off.
     """
@@ -46,17 +46,15 @@ class ExplainArgs(BaseModel):
     context: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     cluster: str | None = None
-    """A file with a cluster as ``shardwright cluster --json`` tells it."""
+    """Path of a file written by ``shardwright cluster --json``."""
     prefill: str | None = None
     decode: str | None = None
 
 
 def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
-    """Print the explanation. A layout the model cannot have ends with status 1; mistakes in the arguments raise.
+    """Print the explanation. An illegal layout ends with status 1; errors in the arguments raise.
 
-    Weights need not be there; where they are, they must be the model's.
-
-    Raises `LayoutError` or `ModelError`.
+    Weights may be absent; if they are present, they must be those of the model. Raises `LayoutError` or `ModelError`.
     """
     pools = _pools(args)
     layout = Layout.parse(args.layout)
@@ -84,7 +82,7 @@ def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
 
 
 def _cluster(args: ExplainArgs) -> ClusterSpec | None:
-    """The cluster in the file. Raises `LayoutError` where it holds none."""
+    """Returns the cluster in the file. Raises `LayoutError` if the file holds none."""
     if args.cluster is None:
         return None
     if args.prefill is not None or args.decode is not None:
@@ -97,7 +95,7 @@ def _cluster(args: ExplainArgs) -> ClusterSpec | None:
 
 
 def _pools(args: ExplainArgs) -> list[Layout]:
-    """The layouts of the prefill and the decode pool; empty where none was asked for."""
+    """Returns the layouts of the prefill and the decode pool; an empty list if none are given."""
     given = {name: text for name, text in (("--prefill", args.prefill), ("--decode", args.decode)) if text is not None}
     if not given:
         return []
@@ -128,7 +126,7 @@ def _step(args: ExplainArgs, own_dtype: DType, dp_size: int) -> StepShape:
 
 
 def _refuse(layout: Layout, violations: Sequence[Violation], as_json_text: bool) -> NoReturn:
-    """Say what is broken and what would work, and end with status 1: the answer is no."""
+    """Print the violated rules and the alternatives, and exit with status 1."""
     if as_json_text:
         found = [violation.model_dump(mode="json") for violation in violations]
         typer.echo(json.dumps({"layout": str(layout), "violations": found}))

@@ -1,11 +1,12 @@
-"""Command-line options made from the fields of a pydantic model: names, types, defaults and help texts stand only there.
+"""Command-line options made from the fields of a pydantic model, which alone holds their names, types, defaults and help texts.
 
     class ServeArgs:                                  shardwright serve --help
         step_timeout_s: Seconds = 60.0           ──→  --step-timeout  <float>  Seconds after which … [default: 60.0]
         \"""Seconds after which …\"""
 
-An option is called as its field, with dashes, without the unit ``_s``, and in the singular where it may be given several times.
-What typer cannot check (sizes such as ``2GiB``, choices, bounds) comes to it as text or as a number, and the model checks it.
+An option is named after its field, with dashes, without the unit ``_s``, and in the singular if it may be given several times.
+Values that typer cannot check (sizes such as ``2GiB``, choices, bounds) reach typer as text or as a number; the model checks
+them.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from placement.cost.units import parse_size, size_text
 Args = TypeVar("Args", bound=BaseModel)
 
 FORMER_FLAGS = {"threads_per_rank": "--threads"}
-"""Options that were called otherwise, and may still be."""
+"""Former names of options, which are still accepted."""
 
 _ARGUMENT = "model"
-"""The field that is given without an option."""
+"""The field that is a positional argument."""
 _CONTEXT = "context_of_options"
 
 
 def admits(model: type[Args], leave_out: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command whose first parameter is `model`: on the command line it has an option for each field.
+    """Decorate a command whose first parameter is a `model`: the command line has an option for each of its fields.
 
-    Fields in `leave_out` have none. The command's other parameters are options as typer makes them. Options that were not
-    given are not set in the value (`model_fields_set`). Raises `pydantic.ValidationError` when called with what cannot be.
+    Fields in `leave_out` have none. The command's other parameters are options as typer makes them. Options that are not given
+    are not set in the value (`model_fields_set`). The command raises `pydantic.ValidationError` if a value is not valid.
     """
     fields = {name: field for name, field in model.model_fields.items() if name not in leave_out}
 
@@ -57,7 +58,7 @@ def admits(model: type[Args], leave_out: Collection[str] = ()) -> Callable[[Call
 
 
 def flag_of(name: str, field: FieldInfo) -> str:
-    """The option of a field: ``--step-timeout`` of ``step_timeout_s``, ``--api-key`` of ``api_keys``."""
+    """Returns the option of a field: ``--step-timeout`` for ``step_timeout_s``, ``--api-key`` for ``api_keys``."""
     name = name.removesuffix("s") if _is_repeated(field) else name.removesuffix("_s")
     return f"--{name.replace('_', '-')}"
 
@@ -68,7 +69,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _by_panel(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every field with the title of the class that declares it, those of `model` itself first."""
+    """Yields every field with the title of the class that declares it, beginning with the fields of `model` itself."""
     seen = set[str]()
     for base in model.__mro__:
         own = inspect.get_annotations(base)
@@ -78,7 +79,7 @@ def _by_panel(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """The parameter that typer makes an option of."""
+    """Returns the parameter from which typer makes the option."""
     text = " ".join((field.description or "").split())
     if name == _ARGUMENT:
         shape: Any = typer.Argument(help=text)
@@ -92,7 +93,7 @@ def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 
 
 def _plain_type(field: FieldInfo) -> Any:
-    """What typer reads the option as: what it cannot read is text, and checked by the model."""
+    """Returns the type for typer. Values that typer cannot parse are text, and the model checks them."""
     kind, _marks = _bare(field)
     if _is_repeated(field):
         return list[str]
@@ -100,14 +101,14 @@ def _plain_type(field: FieldInfo) -> Any:
 
 
 def _default(field: FieldInfo) -> Any:
-    """The default as a person would write it."""
+    """Returns the default as a person would write it."""
     if _is_repeated(field):
         return list(field.default)
     return size_text(field.default).replace(" ", "") if _is_size(field) and field.default else field.default
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    """The choices, where there are some; None leaves it to typer."""
+    """Returns the choices of a field with a fixed set of values; None leaves the placeholder to typer."""
     kind, _marks = _bare(field)
     return "|".join(get_args(kind)) if get_origin(kind) is Literal else None
 
@@ -117,12 +118,12 @@ def _is_repeated(field: FieldInfo) -> bool:
 
 
 def _is_size(field: FieldInfo) -> bool:
-    """Whether it is a number of bytes, written with a unit."""
+    """Whether the field is a number of bytes, written with a unit."""
     return any(getattr(mark, "func", None) is parse_size for mark in _bare(field)[1])
 
 
 def _bare(field: FieldInfo) -> tuple[Any, list[Any]]:
-    """The type without None and `Annotated`, and everything that annotates it."""
+    """Returns the type without None and `Annotated`, and all its annotations."""
     kind, marks = field.annotation, list(field.metadata)
     while get_origin(kind) is Annotated or type(None) in get_args(kind):
         marks += get_args(kind)[1:] if get_origin(kind) is Annotated else []

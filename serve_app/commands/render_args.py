@@ -1,4 +1,4 @@
-"""What may be asked of ``shardwright render``: the settings of the service, and the machines it is for."""
+"""The options of ``shardwright render``: the settings of the service, and the machines on which it will run."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ NOT_RENDERED = {
     "ingress_node": "follows from the target",
     "nodes_wait_s": "the files start machines, and wait for them",
 }
-"""Settings of the service that the files decide, and why."""
+"""Settings of the service that the rendered files decide, with the reason."""
 
 
 class RenderArgs(ServeArgs):
-    """The settings of a service, which go into the Serve file where they are given, and what its machines are like.
+    """The settings of a service, which the Serve file repeats if they are given, and the properties of its machines.
 
-    `model` is read here, and `model_path` is where the machines find it.
+    `model` is read on this machine; `model_path` is the model's path on the target machines.
     """
 
     model_config = ConfigDict(title="Files and machines")
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """What the ranks run on: cpu or cuda."""
+    """Device of the ranks: cpu or cuda."""
     target: Literal["ray-up", "kuberay", "serve"] = "serve"
-    """Files to write: ray-up, kuberay or serve."""
+    """Kind of files to write: ray-up, kuberay or serve."""
     name: str = APP_NAME
-    """Every object's name begins with it."""
+    """Prefix of the names of all objects."""
     model_path: str | None = None
-    """Where the machines find the model, if not where it is here."""
+    """Path of the model on the machines, if it differs from the path here."""
     slots: PositiveInt = 8
-    """Ranks one machine can run: its GPUs, or slots for CPU ranks."""
+    """Number of ranks on one machine: its GPUs, or slots for CPU ranks."""
     cpus: PositiveInt | None = None
-    """CPUs of one machine; default: its slots."""
+    """CPUs of one machine; default: its number of slots."""
     memory: Annotated[ByteCount, Field(ge=1)] = 64 * 2**30
     """Memory of one machine, for example 64GiB."""
     accelerator: str | None = None
-    """Kind of GPU a machine must have (kuberay)."""
+    """GPU model that the machines must have (kuberay)."""
     prefill_machine: str = ""
-    """How machines of the prefill pool differ: slots=4,cpus=8,memory=64GiB,accelerator=L40S (kuberay)."""
+    """Differences of the prefill pool's machines: slots=4,cpus=8,memory=64GiB,accelerator=L40S (kuberay)."""
     decode_machine: str = ""
-    """The same of the decode pool (kuberay)."""
+    """Differences of the decode pool's machines (kuberay)."""
     mixed_machine: str = ""
-    """The same of the mixed pool (kuberay)."""
+    """Differences of the mixed pool's machines (kuberay)."""
     image: str = "shardwright:latest"
     """Container image (kuberay)."""
     spare: Annotated[int, Field(ge=0)] = 0
-    """Machines that stay free, for upgrades (kuberay)."""
+    """Number of machines kept free for upgrades (kuberay)."""
     gateway_class: str | None = None
-    """Gateway API class, for upgrades step by step (kuberay)."""
+    """Gateway API class, for incremental upgrades (kuberay)."""
     provider: Literal["local", "aws", "gcp"] = "local"
-    """Whose machines: local, aws or gcp (ray-up)."""
+    """Provider of the machines: local, aws or gcp (ray-up)."""
     head: str = ""
-    """Address of the head (local)."""
+    """Address of the head machine (local)."""
     workers: tuple[str, ...] = ()
-    """Address of a worker; once for each (local)."""
+    """Address of a worker machine; repeat for each one (local)."""
     ssh_user: str = "ubuntu"
-    """User on the machines (local)."""
+    """User name on the machines (local)."""
     ssh_key: str | None = None
-    """Private key for the machines (local)."""
+    """Private SSH key for the machines (local)."""
     instance: str = ""
-    """Instance type of workers (aws, gcp)."""
+    """Instance type of the workers (aws, gcp)."""
     region: str = ""
     """Region (aws, gcp)."""
     zone: str = ""
@@ -75,7 +75,7 @@ class RenderArgs(ServeArgs):
     project: str = ""
     """Project (gcp)."""
     setup: tuple[str, ...] = ()
-    """Command that readies a machine, instead of ours (local)."""
+    """Command that prepares a machine, in place of the default ones; may be given several times (local)."""
     out: Path | None = None
     """Folder for the files; default: print them."""
 
@@ -88,6 +88,6 @@ class RenderArgs(ServeArgs):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the service that were given, as plain values, without those that the files have anyway."""
+        """Returns the given settings of the service as plain values, without those that the files contain in any case."""
         theirs = RenderArgs.__annotations__.keys() | {"model", "layout", "prefill", "decode", "mixed"}
         return {name: value for name, value in self.model_dump(mode="json", exclude_unset=True).items() if name not in theirs}

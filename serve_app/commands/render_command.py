@@ -1,4 +1,4 @@
-"""``shardwright render``: the files that bring a layout to machines, written for a layout and a kind of machine."""
+"""``shardwright render``: write the deployment files for a layout and a kind of machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 
 
 def run_render(args: RenderArgs) -> None:
-    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`; exits with 2 where `out` cannot be
+    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`; exits with 2 if `out` cannot be
     written."""
     files = render(args)
     if args.out is None:
@@ -41,13 +41,13 @@ def run_render(args: RenderArgs) -> None:
 
 
 def render(args: RenderArgs) -> Files:
-    """Every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
+    """Returns every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
     layouts = layouts_of(args)
     spec = header.read(resolve(args.model, header_only=True).path)
     for layout in layouts.values():
-        require(layout, spec)  # before the machines: they are counted for a layout that can be
+        require(layout, spec)  # before the machines, whose number is computed for a legal layout
         if _in_pools(args):
-            holdings(spec, Side(layout))  # raises where the model's KV cannot be handed off
+            holdings(spec, Side(layout))  # raises if the model's KV cannot be handed off
     deployment = deployment_of(args)
     for pool in deployment.pools:
         require(pool.layout, spec, pool.fleet.cluster)
@@ -57,7 +57,7 @@ def render(args: RenderArgs) -> Files:
 
 
 def deployment_of(args: RenderArgs) -> Deployment:
-    """The deployment that was asked for, on as many machines as it needs. Raises `LayoutError`, the model unseen."""
+    """Returns the requested deployment, on as many machines as it needs. Does not read the model. Raises `LayoutError`."""
     layouts = layouts_of(args)
     args = _roomy(args, layouts) if args.target == "serve" else args
     arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
@@ -77,7 +77,8 @@ def deployment_of(args: RenderArgs) -> Deployment:
 
 
 def _roomy(args: RenderArgs, layouts: Mapping[str, Layout]) -> RenderArgs:
-    """The same on machines with room: a Serve file lists none, so what was not said of them cannot be wrong."""
+    """Returns the arguments with machines large enough for the layouts. A Serve file lists no machines, so their size must not
+    cause an error."""
     slots = max(args.slots, *(layout.tp for layout in layouts.values()))
     return args.model_copy(update={"slots": slots, "cpus": max(args.cpus or slots, slots)})
 
@@ -97,7 +98,8 @@ def _machine(args: RenderArgs) -> Machine:
 
 
 def _machine_of(args: RenderArgs, pool: str) -> Machine:
-    """The machine of a pool: the usual one, but for what is said of it. Raises `LayoutError`, for values `ValidationError`."""
+    """Returns the machine of a pool: the common one, with the pool's differences. Raises `LayoutError`, or `ValidationError`
+    for a bad value."""
     text = _unlike(args).get(pool, "")
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     asked = {name.strip(): value.strip() for name, _, value in pairs}
@@ -111,13 +113,13 @@ def _machine_of(args: RenderArgs, pool: str) -> Machine:
 
 
 def _unlike(args: RenderArgs) -> dict[str, str]:
-    """What is said of machines of one pool."""
+    """Returns the given machine differences by pool."""
     texts = {"prefill": args.prefill_machine, "decode": args.decode_machine, "mixed": args.mixed_machine}
     return {pool: text for pool, text in texts.items() if text}
 
 
 def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
-    """Raise `LayoutError` for machines that pools cannot have."""
+    """Raises `LayoutError` if the pools cannot have these machines."""
     nobodys = [f"--{pool}-machine" for pool in _unlike(args) if not getattr(args, pool)]
     if nobodys:
         raise LayoutError(f"{' and '.join(nobodys)} is of a pool that there is not; --slots and the like are of all machines")
@@ -135,7 +137,7 @@ def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
 
 
 def files_of(args: RenderArgs, deployment: Deployment) -> Files:
-    """The files of one target."""
+    """Returns the files of the target."""
     if args.target == "serve":
         return {"serve.yaml": [serve_file(deployment, ingress_on_head=True)]}
     if args.target == "kuberay":

@@ -1,4 +1,4 @@
-"""The files of ``shardwright render`` as text: YAML that a person reads, too."""
+"""The files of ``shardwright render`` as YAML text, readable for people."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 Files = dict[str, list[dict[str, Any]]]
-"""Documents of each file, by its name."""
+"""The documents of each file, by file name."""
 
 
 def write(files: Files, out: Path) -> None:
-    """Write them into the folder `out`, which is made. Raises `OSError`."""
+    """Write the files into the folder `out`, which is created if needed. Raises `OSError`."""
     out.mkdir(parents=True, exist_ok=True)
     for name, documents in files.items():
         (out / name).write_text(text_of(documents))
@@ -21,12 +21,12 @@ def write(files: Files, out: Path) -> None:
 
 
 def text_of(documents: list[dict[str, Any]]) -> str:
-    """Documents as YAML, long texts as blocks."""
+    """Returns the documents as YAML, with long texts as blocks."""
     return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
 
 
 class _Blocks(yaml.SafeDumper):
-    """Texts of several lines are written as they are; what is used twice is written twice."""
+    """YAML dumper that writes texts of several lines as blocks, and repeated values in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

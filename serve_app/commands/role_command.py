@@ -1,4 +1,4 @@
-"""``shardwright role``: another role for a replica that runs, and what it waits for until it has it."""
+"""``shardwright role``: change the role of a running replica, and show the work that must finish first."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _ANSWER_S, _GLANCE_S = 20.0, 5.0
 
 
 def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
-    """Have `replica` of the application `name`, or of the one there is (`serve_app.deployment.applications`), become what is
-    asked. Exits with 1 where it does not, 2 where it is no role, no cluster answers or several applications could be meant."""
+    """Change the role of `replica` in the application `name`, or in the only one (`serve_app.deployment.applications`).
+
+    Exits with 1 if the role does not change, and with 2 if `becomes` is no role, no cluster answers, or several applications
+    match.
+    """
     if becomes not in list(Role):
         print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
@@ -39,7 +42,7 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
 
 
 def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool) -> RoleReport | str:
-    """How the replica stands in the end, or why it is not there, or may not change."""
+    """Returns the final state of the replica, or the reason why it does not exist or may not change."""
     from ray.serve.exceptions import RayServeException
 
     try:
@@ -62,14 +65,14 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
 
 
 def role_reports(name: str) -> list[RoleReport]:
-    """What each replica of the pools of the application `name` takes, on the connected cluster; none, where that cannot be told
-    now."""
+    """Returns the role of each replica in the pools of the application `name` on the connected cluster; an empty list if the
+    roles are not available now."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
         found: list[RoleReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
-    except (RayError, RayServeException, TimeoutError):  # status is for when things go wrong, too
+    except (RayError, RayServeException, TimeoutError):  # status must also work when something is wrong
         return []
     return found
 
@@ -77,7 +80,7 @@ def role_reports(name: str) -> list[RoleReport]:
 def _ingress(name: str) -> DeploymentHandle[Any]:
     from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set it to INFO
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the import has set it to INFO
     return serve.get_app_handle(name)
 
 

@@ -1,4 +1,4 @@
-"""``shardwright serve``: start or join Ray, deploy (`deploy.py`), say when it is ready, and end what was started."""
+"""``shardwright serve``: start or join Ray, deploy (`deploy.py`), report readiness, and at the end stop what was started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from serve_app.text.model_files import TextFiles
 
 _END_S = 45.0
 _INTERRUPTED = 130
-"""Exit status of a server that was told to end before it was ready, or twice."""
+"""Exit status of a server that was interrupted before it was ready, or interrupted twice."""
 
 
 def run_server(
@@ -50,23 +50,23 @@ def run_server(
     shape: local.EmbeddedShape | None = None,
     replace: bool = False,
 ) -> None:
-    """Serve until interrupted. Mistakes are found before anything starts, where they can be. `shape`: embed these nodes.
-    `replace`: take the place of an application that runs on the cluster.
+    """Serve until interrupted. Errors are found before anything starts, as far as possible.
 
-    Raises `ModelError`, `LayoutError`, or exits with 2 after one message, or 130 when interrupted before it was ready.
+    `shape`: the Ray nodes to embed. `replace`: take the place of an application that already runs on the cluster. Raises
+    `ModelError` or `LayoutError`; exits with 2 after one message, or with 130 if interrupted before the service was ready.
     """
     _set_logs(json_logs)
     served, texts = _preflight(args, address, shape)
     joins = shape is None and (address or local.configured_address()) is not None
-    if not joins:  # elsewhere, the replicas' machines say at their start what is wrong with it
+    if not joins:  # on other machines, the replicas check it when they start
         _check_directory(served)
-    if not joins or port == 0:  # on a cluster of its own, the port may be held by its Serve, which takes the application
+    if not joins or port == 0:  # on an existing cluster, the port may belong to its Serve, which accepts the application
         port = _free_port(host, port)
     stop = threading.Event()
     _end_on_interrupts(stop)
     with _errors_as_exit(stop):
         cluster = _connect(address, served.devices, shape)
-    _end_on_interrupts(stop)  # starting Ray has put its own answer to SIGTERM in place: to abort
+    _end_on_interrupts(stop)  # Ray has installed its own SIGTERM handler, which aborts
     watch = ClusterWatch(cluster, _cluster_lost)
     is_ours, since = False, None
     try:
@@ -88,16 +88,17 @@ def run_server(
 def _connect(address: str | None, slots: int, shape: local.EmbeddedShape | None) -> local.Connection:
     try:
         return local.connect(address, slots=slots, environment=proxy.SETTING, shape=shape)
-    except (ConnectionError, ValueError) as error:  # the latter: it is no address
+    except (ConnectionError, ValueError) as error:  # ValueError: not an address
         where = address or local.configured_address() or "this machine, where it was started"
         raise StartFailed(f"no Ray cluster answers at {where}: {error}") from error
 
 
 @contextmanager
 def _errors_as_exit(stop: threading.Event, check_cluster: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Whatever Ray or Serve raises becomes one message and status 2. Once somebody has told it to end, that is why.
+    """Turn every error of Ray or Serve into one message and exit status 2.
 
-    `check_cluster` does not return where the cluster is lost: that is why, then.
+    If `stop` is set, the exit is attributed to the interrupt. `check_cluster` does not return if the cluster is lost, in which
+    case that is the reported reason.
     """
     try:
         yield
@@ -109,7 +110,7 @@ def _errors_as_exit(stop: threading.Event, check_cluster: Callable[[], None] = l
 
 
 def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape | None) -> tuple[Service, TextFiles]:
-    """Find mistakes before anything starts; the cluster's own limits are known only here, when this machine is it."""
+    """Find errors before anything starts. The cluster's own limits are only known here if the cluster is this machine."""
     if shape is not None and (address is not None or args.device == "cuda"):
         with_ = "--address" if address is not None else "--device cuda"
         raise LayoutError(f"--nodes embeds CPU nodes on this machine, which {with_} speaks against: give one of them")
@@ -122,7 +123,7 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape 
 
 
 def _check_directory(served: Service) -> None:
-    """Make the directory for KV blocks. Exits with 2 where this machine cannot."""
+    """Create the directory for KV blocks. Exits with 2 if this machine cannot."""
     directory = served.engine.disk_cache
     try:
         if directory is not None:
@@ -142,7 +143,7 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
 
     settings = served.engine
     slow: list[str] = []
-    with suppress(RayError):  # a cluster too busy to tell is no reason to fail
+    with suppress(RayError):  # a cluster that is too busy to answer is no reason to fail
         details = serve_details()
         pools = {name: replica_ids(details, APP_NAME, name) for name in served.by_name}
         slow = [line for name, each in served.by_name.items() for line in slow_crossings(each, pools[name])]
@@ -158,7 +159,7 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
 
 
 def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
-    """A request to try, of a kind that the model can answer: path and body."""
+    """Returns the path and body of an example request of a kind that the model can answer."""
     options: dict[str, object] = {"max_tokens": 64, "temperature": 0, "stream": True}
     if texts.template is not None:
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], **options}
@@ -166,16 +167,17 @@ def _example(texts: TextFiles) -> tuple[str, dict[str, object]]:
 
 
 def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
-    """Take back what was started: the application, and Ray where it is embedded. What cannot be taken back is told.
+    """Remove what was started: the application, and Ray if it is embedded. Prints what could not be removed.
 
-    `is_ours`: this command has deployed one; `since`: when, if that is known. One that another command deployed stays.
+    `is_ours`: whether this command has deployed an application; `since`: the time of its deployment, if known. An application
+    that another command deployed stays.
     """
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     if cluster.embedded:
         _end_by_force_after(_END_S)
-    # Ray reports the end of its own actors as errors, on either stream.
+    # Ray reports the end of its own actors as errors, on stdout or stderr.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     left = None
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -185,7 +187,7 @@ def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
             elif is_ours and is_still(since):
                 serve.delete(APP_NAME)
         except Exception as error:
-            # An embedded Ray takes the application with it, and where there is no Serve there is no application.
+            # The application ends with an embedded Ray, and without Serve there is no application.
             left = None if cluster.embedded or isinstance(error, RayServeException) else error_text(error)
         finally:
             local.disconnect(cluster)
@@ -194,7 +196,7 @@ def _end(cluster: local.Connection, is_ours: bool, since: float | None) -> None:
 
 
 def _cluster_lost(reason: str) -> NoReturn:
-    """End this process and all it has started, without what needs the cluster. May be called by any thread."""
+    """End this process and all its child processes, without a call to the cluster. May be called from any thread."""
     Console(stderr=True).show_cursor()  # a progress bar may have hidden it
     print(f"error: {reason}; the service has ended", file=sys.stderr, flush=True)
     end_descendants()
@@ -202,7 +204,8 @@ def _cluster_lost(reason: str) -> NoReturn:
 
 
 def _end_by_force_after(seconds: float) -> None:
-    """Unless this process has ended by then: Ray waits without a limit for parts of it that no longer answer."""
+    """Kill this process if it has not ended after `seconds`: Ray waits without a limit for those of its parts that no longer
+    answer."""
 
     def end() -> None:
         text = f"error: the embedded Ray cluster did not end within {seconds:g} s; its processes were killed"
@@ -216,7 +219,8 @@ def _end_by_force_after(seconds: float) -> None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """`port` when it can be bound (for 0, one the kernel chose). Exits with 2 when it is busy or not ours to bind."""
+    """Returns `port` if it can be bound (for 0, a port that the kernel chose). Exits with 2 if it is in use or may not be
+    bound."""
     try:
         with socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
@@ -226,7 +230,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _end_on_interrupts(stop: threading.Event) -> None:
-    """Ctrl-C or a termination signal sets `stop`. A second one ends the process at once."""
+    """Install signal handlers: Ctrl-C or a termination signal sets `stop`; a second one ends the process at once."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if stop.is_set():

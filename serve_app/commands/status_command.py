@@ -1,4 +1,4 @@
-"""``shardwright status``: deployments, replicas with their state, and where each rank really is."""
+"""``shardwright status``: the deployments, the replicas with their state, and the actual node of each rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def run_status(address: str | None, as_json: bool, name: str | None = None) -> None:
-    """Print the state of the application `name` on a cluster, or of the one there is (`serve_app.deployment.applications`).
-    Exits with 1 unless it runs, 2 where no cluster answers or several applications could be meant."""
+    """Print the state of the application `name` on a cluster, or of the only one (`serve_app.deployment.applications`).
+
+    Exits with 1 unless it runs, and with 2 if no cluster answers or several applications match.
+    """
     state = _state(address, name)
     typer.echo(state.model_dump_json() if as_json else "\n".join(_lines(state)))
     if state.application != "RUNNING":

@@ -1,4 +1,4 @@
-"""``shardwright verify``: does a layout compute what one rank computes?"""
+"""``shardwright verify``: check that a layout computes what one rank computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 64
 _GENERATE = 6
-"""Tokens that follow each prompt."""
+"""Number of tokens generated after each prompt."""
 _TEXT = (
     "A lighthouse keeper counts the ships that pass and writes each one into a book. On a clear day there are forty; in fog "
     "there may be none, and then he writes down the fog. The book has 1,204 pages. When it is full, he begins another, and "
@@ -35,20 +35,21 @@ _TEXT = (
 
 
 class VerifyArgs(BaseModel):
-    """What is asked of the command."""
+    """Arguments of the command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = DEFAULT_MODEL
     layout: str = ""
     tokens: Annotated[int, Field(ge=2)] | None = None
-    """Of the longest prompt; None: 64, or as many as it takes for sequence parallel steps."""
+    """Length of the longest prompt in tokens. None: 64, or as many as a step with sequence parallelism needs."""
     processes: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 def run_verify(args: VerifyArgs, *, as_json: bool) -> None:
-    """Verify and print. Exits with 1 on a fault. Raises `ModelError` or `LayoutError` for what cannot be asked."""
+    """Verify and print the report. Exits with 1 if the layout is at fault. Raises `ModelError` or `LayoutError` if the request
+    is not valid."""
     files = resolve(args.model)
     config = _config(args, files)
     prompts = make_prompts(files, config.spec, _longest(args, config.layout))
@@ -74,7 +75,7 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
     check_files(files.path, spec)
     return RankConfig(
         world_rank=0,
-        layout=layout.model_copy(update={"replicas": 1}),  # replicas are copies, and nothing crosses between them
+        layout=layout.model_copy(update={"replicas": 1}),  # replicas are copies without communication between them
         spec=spec,
         model_path=str(files.path),
         device="cpu",
@@ -85,12 +86,14 @@ def _config(args: VerifyArgs, files: ModelFiles) -> RankConfig:
 
 
 def _longest(args: VerifyArgs, layout: Layout) -> int:
-    """Tokens of the longest prompt. All prompts together have about twice as many, which run in one step."""
+    """Returns the length of the longest prompt in tokens. All prompts together have about twice as many, which run in one
+    step."""
     return args.tokens or max(_TOKENS, (sequence_parallel.scatter_from(layout) or 0) // 2)
 
 
 def make_prompts(files: ModelFiles, spec: ModelSpec, longest: int) -> list[list[int]]:
-    """Four prompts of different lengths, `longest` tokens at most: text where there is a tokenizer, else random ids."""
+    """Returns four prompts of different lengths, the longest with `longest` tokens: text if there is a tokenizer, else random
+    ids."""
     lengths = sorted({longest, max(1, longest * 5 // 8), max(1, longest // 3), max(1, longest // 12)}, reverse=True)
     tokenizer = read_text_files(files.path).tokenizer
     if tokenizer is None:
