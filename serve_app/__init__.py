@@ -1,1 +1,1 @@
-"""Serves HTTP on Ray Serve, and has the command line."""
+"""The HTTP service on Ray Serve, and the command line."""

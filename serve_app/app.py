@@ -46,11 +46,12 @@ from serve_app.routing.role_change import RoleRefused
 from serve_app.routing.router import EngineRouter
 
 _ONGOING = 100_000
-"""The engine queues and refuses by its own rules; Serve shall not queue before it."""
+"""Request limit for Serve, too high to be reached: the engine queues and refuses requests by its own rules."""
 
 
 class EngineReplica(Replica):
-    """A `Replica` that takes its name from Serve. `settings`: what the application came to where it was made on the cluster."""
+    """A `Replica` that takes its name from Serve. `settings`: the replica's settings; None if the application was built before
+    the cluster was known."""
 
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pool: str = ENGINE) -> None:
         context = serve.get_replica_context()
@@ -60,31 +61,33 @@ class EngineReplica(Replica):
 
 
 class Ingress:
-    """The HTTP face: owns the truth of each request, and hands tokens to and from an engine replica."""
+    """The HTTP process: it owns the state of each request, sends requests to an engine replica and receives the tokens."""
 
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
-        """`pools`: the replicas, by deployment, those that answer requests first."""
+        """`pools`: the handles of the replicas by deployment, beginning with those that answer requests."""
         context = serve.get_replica_context()
         with failures.keeping(context.app_name, context.deployment):
             known = settings or settings_in_cluster(args).engine
             self._model = served_model(args, known)
-        # Serve's proxy puts the request's own id on the answer, or the one it gave it.
+        # Serve's proxy already puts the request id, the caller's or its own, on the answer.
         self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
         wait_s = args.replica_wait_s
         self._pooled = PooledBackend(pools, wait_s, args.require_prefill) if known.in_pool else None
         self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s)
 
     async def check_health(self) -> None:
-        """Serve's own probe, the first of which it waits for: there is no endpoint before the pools have been tried."""
+        """Wait until the pools have been tried. Serve calls this health probe and waits for the first one, so that no endpoint
+        exists before."""
         if self._pooled is not None:
             await self._pooled.started()
 
     async def roles(self) -> list[RoleReport]:
-        """What each replica takes; none, where there are no pools."""
+        """Returns the role of each replica; an empty list if there are no pools."""
         return [] if self._pooled is None else await self._pooled.roles()
 
     async def change_role(self, replica: str, role: str, within_s: float) -> RoleReport | str:
-        """How a replica stands that shall become `role` within so many seconds, or why it shall not."""
+        """Request that a replica become `role` within `within_s` seconds. Returns the state of the change, or the reason for a
+        refusal."""
         if self._pooled is None:
             return "roles are those of replicas in pools, and this service has none: serve with --prefill, --decode or --mixed"
         try:
@@ -97,8 +100,10 @@ class Ingress:
 
 
 def settings_in_cluster(args: ServeArgs) -> Service:
-    """What `args` come to on the connected cluster, or once its nodes have started. Raises `ModelError`, `LayoutError`, or
-    `PlacementError` where no node has what a rank needs."""
+    """Returns the settings of the service on the connected cluster, which may still be waiting for its nodes.
+
+    Raises `ModelError` or `LayoutError`, or `PlacementError` if no node has the resources of a rank.
+    """
     device = args.device if args.device != "auto" else best_device()
     reason = None if args.nodes_wait_s else none_at_all(device)
     if reason is not None:
@@ -107,7 +112,7 @@ def settings_in_cluster(args: ServeArgs) -> Service:
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
-    """The model as the endpoint sees it: name, limits, tokenizer and template."""
+    """Returns the model as the endpoint needs it: name, limits, tokenizer and template."""
     files = resolve(args.model)
     return ServedModel.open(
         name=args.served_name or files.name,
@@ -119,8 +124,8 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """The Serve application for the arguments of `ServeArgs`. Raises `ArgumentError`, `ModelError` or `LayoutError`."""
-    args = parse_args(arguments)  # not annotated as `ServeArgs`: Serve's own check tells mistakes less well
+    """Build the Serve application for the arguments of `ServeArgs`. Raises `ArgumentError`, `ModelError` or `LayoutError`."""
+    args = parse_args(arguments)  # not annotated as `ServeArgs`: the errors of Serve's own check are less clear
     app = application(args)
     path = resolve(args.model).path
     check_files(path, header.read(path))
@@ -128,8 +133,9 @@ def build(arguments: dict[str, Any]) -> Application:
 
 
 def application(args: ServeArgs) -> Application:
-    """See `build`, without its look into the model's files, which ``shardwright serve`` takes before it starts Ray."""
-    # `serve run` calls this before it connects to Ray: then only what the model itself allows can be checked.
+    """Build the application, as `build` does, but without its check of the model's files, which ``shardwright serve`` makes
+    before it starts Ray."""
+    # `serve run` calls this before it connects to Ray: then only the limits of the model can be checked.
     is_known = ray.is_initialized()
     served = _settled(args) if is_known else service(args, "cpu")
     engines = {name: _engine(args, name, settings, is_known) for name, settings in served.by_name.items()}
@@ -148,7 +154,7 @@ def application(args: ServeArgs) -> Application:
 
 
 def _engine(args: ServeArgs, name: str, settings: ReplicaSettings, is_known: bool) -> Application:
-    """The replicas of one pool. `is_known`: whether the settings are those of the cluster where they will run."""
+    """Returns the replicas of one pool. `is_known`: whether the settings are based on the cluster on which they will run."""
     engine: Any = serve.deployment(
         EngineReplica,
         name=name,
@@ -168,7 +174,7 @@ def _engine(args: ServeArgs, name: str, settings: ReplicaSettings, is_known: boo
 
 
 def _settled(args: ServeArgs) -> Service:
-    """Settings that do not change when a node comes or goes later, for one deployment."""
+    """Returns the settings of one deployment, fixed now so that they do not change when a node comes or goes later."""
     found, name = settings_in_cluster(args).with_each(environment=shared_variables(os.environ)), secrets.token_hex(8)
     return Service(
         {pool: each.model_copy(update={"deployment": f"{name}-{pool.lower()}"}) for pool, each in found.by_name.items()}
@@ -176,7 +182,8 @@ def _settled(args: ServeArgs) -> Service:
 
 
 def _beside_ranks(settings: ReplicaSettings) -> dict[str, Any]:
-    """An engine lives on a node that has slots for its pool, so that it is lost with its ranks and not with another node."""
+    """Returns actor options that place an engine on a node with slots for its pool, so that it is lost together with its ranks
+    and not with another node."""
     return _on(_with_slots(settings) | topology.pool_selector(settings.pool))
 
 
@@ -185,27 +192,29 @@ def _on(selector: dict[str, str]) -> dict[str, Any]:
 
 
 def _with_slots(settings: ReplicaSettings) -> dict[str, str]:
-    """Selects the nodes that have slots; nothing, where no node has or all have."""
+    """Returns a label selector for the nodes with slots; an empty one if no node or every node has slots."""
     without = topology.slotless(ray.nodes(), settings.device)
     others = settings.nodes_wait_s or len(without) < sum(node["Alive"] for node in ray.nodes())
     return {NODE_ID: f"!in({', '.join(without)})"} if without and others else {}
 
 
 def _most_a_node(settings: ReplicaSettings) -> int | None:
-    """Engines a node gets at most: as many as replicas have their first ranks on one, so that both live together."""
+    """Returns the maximum number of engines on one node: the largest number of replicas whose first rank is on the same
+    node."""
     assignments = assign_replicas(settings.layout, settings.spec, discover(settings.device, settings.pool))
     return max(Counter(assignment.nodes[0] for assignment in assignments).values()) if assignments else None
 
 
 def _ingress_options(args: ServeArgs, known: ReplicaSettings | None) -> dict[str, Any]:
-    """Actor options that say on which node the HTTP process runs. `known`: None before the cluster is."""
+    """Returns the actor options that select the node of the HTTP process. `known`: None before the cluster is known."""
     if known is None:
         return {"num_cpus": 0}
     return _on_head() if args.ingress_node == "head" else _on(_with_slots(known))
 
 
 def _on_head() -> dict[str, Any]:
-    """The HTTP process lives where Serve's proxy is; on any node where that is not possible."""
+    """Returns options that place the HTTP process on the head node, where Serve's proxy runs, or on any node if that is not
+    possible."""
     head = topology.head_of(ray.nodes())
     if head is None:
         return {"num_cpus": 0}

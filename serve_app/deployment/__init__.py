@@ -1,1 +1,1 @@
-"""What is to be deployed: settings, pools, the model's files, checked before anything starts."""
+"""The deployment's settings, pools and model files, checked before anything starts."""

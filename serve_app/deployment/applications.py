@@ -1,4 +1,5 @@
-"""Which application of a cluster is ours: `render --name` and the overlays call it other than `serve` does."""
+"""Finds the Shardwright applications of a cluster, which `render --name` and Kubernetes overlays may have given other names
+than `serve` does."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ from serve_app.deployment.deployment_names import APP_NAME, IMPORT_PATH, INGRESS
 
 
 class ApplicationError(ValueError):
-    """Several applications could be meant. ``str()`` is the whole message."""
+    """Several applications match. ``str()`` is the complete message."""
 
 
 def application_name(details: dict[str, Any], asked: str | None) -> str:
-    """The application that is meant, of Serve's details (``ServeInstanceDetails``): the one `asked` for, else ``shardwright``,
-    else the only one of ours; ``shardwright`` where there is none. Raises `ApplicationError` where there are several."""
+    """Returns the application to use, from Serve's details (``ServeInstanceDetails``).
+
+    It is the one `asked` for, else ``shardwright``, else the only Shardwright application, else ``shardwright``. Raises
+    `ApplicationError` if there are several.
+    """
     if asked is not None:
         return asked
     ours = applications(details)
@@ -28,7 +32,7 @@ def application_name(details: dict[str, Any], asked: str | None) -> str:
 
 
 def chosen(details: dict[str, Any], asked: str | None) -> str:
-    """The same for a command: exits with 2, and the reason, where there are several."""
+    """Returns the application to use, for a command: exits with 2 and the reason if there are several."""
     try:
         return application_name(details, asked)
     except ApplicationError as error:
@@ -37,7 +41,8 @@ def chosen(details: dict[str, Any], asked: str | None) -> str:
 
 
 def applications(details: dict[str, Any]) -> list[str]:
-    """Names of those that are ours, by what they were built from or, where nobody says that, by their deployments."""
+    """Returns the names of the Shardwright applications, recognised by their import path or, if Serve does not report it, by
+    their deployments."""
     return sorted(name for name, found in details.get("applications", {}).items() if _is_ours(found))
 
 

@@ -1,4 +1,4 @@
-"""From the MODEL argument to files on this machine: a folder, a GGUF file, a hub id, or a built-in name."""
+"""Resolves the MODEL argument to files on this machine: a folder, a GGUF file, a hub id, or a built-in name."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on this machine: the name it is served under and its folder or GGUF file."""
+    """A model on this machine: the name it is served under, and its folder or GGUF file."""
 
     name: str
     path: Path
 
 
 def resolve(model: str, header_only: bool = False) -> ModelFiles:
-    """The files of `model`. Downloads only for a hub id (``owner/name``), and with `header_only` only what says what the
-    model is, no weights. Raises `ModelError`."""
+    """Returns the files of `model`. Downloads only for a hub id (``owner/name``), and with `header_only` only the configuration
+    files, no weights. Raises `ModelError`."""
     if model in BUILT_IN:
         return ModelFiles(model, _packaged(BUILT_IN[model]))
     path = Path(model).expanduser()
@@ -58,7 +58,7 @@ def resolve(model: str, header_only: bool = False) -> ModelFiles:
 
 
 def installed(model: BuiltIn) -> bool:
-    """Whether the package that carries the model is installed."""
+    """Whether the package that contains the model is installed."""
     return importlib.util.find_spec(model.package) is not None
 
 

@@ -1,16 +1,18 @@
-"""What the parts of the application are called in Ray Serve."""
+"""Names of the application's parts in Ray Serve."""
 
 from __future__ import annotations
 
 APP_NAME = "shardwright"
-"""As `serve` calls it; a Serve file may call it otherwise (`serve_app.deployment.applications`)."""
+"""Name of the application that `serve` deploys. A Serve file may use another (`serve_app.deployment.applications`)."""
 IMPORT_PATH = "serve_app.app:build"
-"""What a Serve file builds it from."""
+"""Import path of the application in a Serve file."""
 ENGINE = "Engine"
-"""Replicas that answer requests: the decode pool, where there are several."""
+"""Name of the deployment that answers requests; with several pools, the decode pool."""
 PREFILL = "Prefill"
 MIXED = "Mixed"
 POOL_OF = {ENGINE: "decode", MIXED: "mixed", PREFILL: "prefill"}
-"""Where there are pools, the role of each one's replicas to begin with (`cluster.replica.roles`), as labels of nodes say it,
-too. Requests go to the first pool there is."""
+"""The initial role of each pool's replicas (`cluster.replica.roles`), which is also the value of the node labels.
+
+Requests go to the first of these pools that exists.
+"""
 INGRESS = "Ingress"

@@ -1,4 +1,4 @@
-"""What is served: engine replicas that do everything alone, or pools that hand prompts to each other.
+"""The deployments of a service: independent engine replicas, or pools with prefill/decode disaggregation.
 
 --layout tp=2,replicas=2                  Engine   2 x tp=2
 --prefill 'tp=2*2' --decode 'pp=2'        Prefill  2 x tp=2     Engine  1 x pp=2
@@ -27,27 +27,27 @@ _NIXL = ("nixl_cu12", "nixl_cu13")
 
 @dataclass(frozen=True)
 class Service:
-    """Settings of each deployment's replicas, by its name; that which answers requests first."""
+    """The replica settings of each deployment by its name, beginning with the deployment that answers requests."""
 
     by_name: Mapping[str, ReplicaSettings]
 
     @property
     def engine(self) -> ReplicaSettings:
-        """Those of the replicas that answer requests."""
+        """Settings of the replicas that answer requests."""
         return next(iter(self.by_name.values()))
 
     @property
     def in_pools(self) -> bool:
-        """Whether KV is handed off."""
+        """Whether KV is handed off between pools."""
         return self.engine.in_pool
 
     @property
     def devices(self) -> int:
-        """Ranks of all replicas."""
+        """Total number of ranks in all replicas."""
         return sum(settings.layout.devices for settings in self.by_name.values())
 
     def with_each(self, **changes: object) -> Service:
-        """The same with these fields of all settings changed."""
+        """Returns a copy with these fields of all settings changed."""
         return Service({name: each.model_copy(update=changes) for name, each in self.by_name.items()})
 
     def __str__(self) -> str:
@@ -60,24 +60,24 @@ _FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
 
 
 def layouts(args: ServeArgs) -> dict[str, Layout]:
-    """Those of all pools, by deployment. Raises `LayoutError`."""
+    """Returns the layouts of all pools, by deployment. Raises `LayoutError`."""
     return {name: Layout.parse(each.layout) for name, each in _each(args).items()}
 
 
 def devices(args: ServeArgs) -> int:
-    """Ranks of all replicas. Raises `LayoutError`."""
+    """Returns the total number of ranks in all replicas. Raises `LayoutError`."""
     return sum(layout.devices for layout in layouts(args).values())
 
 
 def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> Service:
-    """What `args` come to. Reads the model's header only. Raises `ModelError` or `LayoutError`."""
+    """Returns the service that `args` describe. Reads only the model's headers. Raises `ModelError` or `LayoutError`."""
     each = _each(args)
     found = {name: replica_settings(pool, device, cluster, devices(args)) for name, pool in each.items()}
     _check_required(args, len(found))
     if not _pools(args):
         return Service(found)
     for settings in found.values():
-        holdings(settings.spec, Side(settings.layout))  # raises where the model's KV cannot be handed off
+        holdings(settings.spec, Side(settings.layout))  # raises if the model's KV cannot be handed off
     if cluster is not None and devices(args) > sum(node.slots for node in cluster.nodes):
         raise LayoutError(
             f"the pools {' and '.join(map(repr, _pools(args).values()))} are {devices(args)} ranks, but the cluster has "
@@ -89,19 +89,20 @@ def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpe
 
 
 def check_nixl() -> None:
-    """Raise `LayoutError` where this machine cannot run ranks that hand off KV."""
+    """Raises `LayoutError` if this machine cannot run ranks that hand off KV."""
     if not any(find_spec(name) for name in _NIXL):
         raise LayoutError("pools exchange KV over NIXL, which is not installed here: pip install 'shardwright[pools]'")
 
 
 def _pools(args: ServeArgs) -> dict[str, str]:
-    """The texts of the pools, by deployment, that which answers requests first; none, where there is a layout."""
+    """Returns the texts of the pools by deployment, beginning with the one that answers requests; empty if there is a single
+    layout."""
     texts = {ENGINE: args.decode, MIXED: args.mixed, PREFILL: args.prefill}
     return {name: text for name, text in texts.items() if text}
 
 
 def _each(args: ServeArgs) -> dict[str, ServeArgs]:
-    """The arguments of each pool by itself, by deployment."""
+    """Returns the arguments of each pool on its own, by deployment."""
     pools = _pools(args)
     if not pools:
         return {ENGINE: args}
@@ -122,7 +123,7 @@ def _given(args: ServeArgs) -> str:
 
 
 def _check_required(args: ServeArgs, pools: int) -> None:
-    """Raises `LayoutError` where prompts shall be handed off between pools and there are no two."""
+    """Raises `LayoutError` if hand-offs are required but there are fewer than two pools."""
     if args.require_prefill and pools < 2:
         raise LayoutError(
             f"require_prefill needs two pools, and {_given(args) or f'layout={args.layout!r}'} is {pools}: "
@@ -131,7 +132,7 @@ def _check_required(args: ServeArgs, pools: int) -> None:
 
 
 def _pool_layout(text: str) -> str:
-    """``tp=2*3`` as ``tp=2,replicas=3``; ``*2`` is two replicas of one rank."""
+    """Returns ``tp=2,replicas=3`` for ``tp=2*3``; ``*2`` means two replicas of one rank."""
     found = re.fullmatch(r"\s*([^*]*?)\s*(?:\*\s*(\d+))?\s*", text)
     if found is None or (found[2] is not None and "replicas" in found[1]):
         raise LayoutError(f"{text!r} is no pool: write a layout, or a layout and how many replicas, as in 'tp=2*3'")

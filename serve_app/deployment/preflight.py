@@ -1,4 +1,5 @@
-"""What can be known of a model's files before anything starts: weights, tokenizer and chat template are whole and its own."""
+"""Checks of a model's files before anything starts: weights, tokenizer and chat template are complete and belong to the
+model."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from serve_app.text.tokenizer import TokenizerError
 
 
 def check_files(path: Path, spec: ModelSpec) -> TextFiles:
-    """Reads headers and text files, no weight. Raises `ModelError`, which names the file (and tensor) at fault."""
+    """Check the headers and read the text files, without the weights. Raises `ModelError`, which names the file (and tensor) at
+    fault."""
     check_tensors(path, spec)
     try:
         return read_text_files(path)

@@ -1,4 +1,4 @@
-"""What `serve` is asked of the live expert balancer, judged before anything starts: it needs experts on several `ep` ranks."""
+"""Checks the options of live expert rebalancing (EPLB) before anything starts: it needs experts on several `ep` ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def refusal(every: int | None, skew: float | None, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> str | None:
-    """Why experts cannot be balanced as asked, and what would work; None where they can, or nothing is asked.
+    """Returns why experts cannot be rebalanced as requested, with alternatives; None if they can, or if nothing is requested.
 
-    `every`: steps between looks, of which 0 asks for nothing; `skew`: balancedness that calls for one.
+    `every`: steps between checks, 0 for never; `skew`: the balancedness below which a check is made at once.
     """
     asked = [f"rebalance_every={every}"] if every else []
     asked += [f"rebalance_skew={skew}"] if skew is not None else []
@@ -27,7 +27,8 @@ def refusal(every: int | None, skew: float | None, spec: ModelSpec, layout: Layo
 
 
 def _with_ep(spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> Iterator[Layout]:
-    """Legal layouts with several ep ranks, most of them first: of the same ranks, then of twice as many."""
+    """Yields legal layouts with several ep ranks, the largest ep first: with the same number of ranks, then with twice as
+    many."""
     if spec.moe is None:
         return
     kept = {name: value for name, value in layout.asked.items() if name != "moe_tp"}

@@ -1,6 +1,6 @@
-"""From the settings of a service to those of its replicas: the model is read, and what cannot be is refused.
+"""Turns the settings of a service into those of its replicas. The model's header is read, and impossible settings are refused.
 
-Nothing starts here: layout, memory and KV tiers are judged from the model's header and from what is known of the cluster.
+Nothing starts here: layout, memory and KV tiers are checked against the model's header and the known part of the cluster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from serve_app.deployment.settings import ServeArgs
 def replica_settings(
     args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, devices: int | None = None
 ) -> ReplicaSettings:
-    """The settings of one replica. Reads the model's header only. Raises `ModelError` or `LayoutError`.
+    """Returns the settings of one replica. Reads only the model's headers. Raises `ModelError` or `LayoutError`.
 
-    `devices`: ranks that share the cluster, where there are others than those of the layout.
+    `devices`: number of ranks that share the cluster, if there are more than those of the layout.
     """
     files = resolve(args.model)
     spec = checkpoint_header.read(files.path)
@@ -40,9 +40,10 @@ def replica_settings(
 
 
 def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) -> DType:
-    """As asked, else the checkpoint's own type; on a CPU, float16 is slow and becomes bfloat16, which becomes float32 where
-    the CPU has no instructions for it. A quantised file is computed in float32 there: its values are no bfloat16 numbers,
-    and small models lose sense with the bits they lose.
+    """Returns the type to compute in: the requested one, or the checkpoint's own.
+
+    On a CPU, where float16 is slow, it becomes bfloat16, or float32 if the CPU has no bfloat16 instructions. A quantised file
+    is computed in float32 on a CPU: its values are not bfloat16 numbers, and rounding makes small quantised models incoherent.
     """
     if asked != "auto":
         return asked
@@ -52,7 +53,7 @@ def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) 
 
 
 def _require(args: ServeArgs, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> None:
-    """Raises `LayoutError` with all that is wrong with the layout, and with what is asked of its experts."""
+    """Raises `LayoutError` with all faults of the layout and of the requested expert rebalancing."""
     refused = rebalancing.refusal(args.rebalance_every, args.rebalance_skew, spec, layout, cluster)
     try:
         require(layout, spec, cluster)
@@ -63,9 +64,9 @@ def _require(args: ServeArgs, spec: ModelSpec, layout: Layout, cluster: ClusterS
 
 
 def _tiers(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> dict[str, Any]:
-    """The directory of the KV tiers, by an absolute path.
+    """Returns the directory of the KV tiers as an absolute path.
 
-    Raises `LayoutError` where the model's blocks cannot leave the device, or none would fit the directory.
+    Raises `LayoutError` if the model's KV blocks cannot be offloaded, or the directory's limit is too small for one block.
     """
     if args.host_cache or args.disk_cache is not None:
         handoff.holdings(spec, handoff.Side(layout))
@@ -78,7 +79,8 @@ def _tiers(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> di
 def _memory(
     args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, cluster: ClusterSpec | None, devices: int
 ) -> dict[str, int | None]:
-    """The longest sequence, and the bytes of KV of a rank, None where its device is to say. Raises `LayoutError`."""
+    """Returns the maximum sequence length and the KV bytes of a rank (None: the rank's device decides). Raises
+    `LayoutError`."""
     needs = memory.rank_memories(spec, layout, dtype)
     length = kv_budget.longest_sequence(needs, spec.max_position, args.max_model_len, args.kv_bytes)
     share = None

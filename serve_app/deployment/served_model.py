@@ -1,4 +1,4 @@
-"""What the endpoint must know of the model it serves."""
+"""The properties of the served model that the endpoint needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from serve_app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model, known under one or more names (the first is the one answers carry).
+    """One model, served under one or more names; answers carry the first one.
 
-    `max_model_len` is the limit on prompt and generated tokens together. Without `tokenizer` prompts and answers are
-    token ids; without `template` there is no chat. `bos_token_id` starts an empty prompt.
+    `max_model_len` limits prompt and generated tokens together. Without `tokenizer`, prompts and answers are token ids; without
+    `template`, there is no chat. `bos_token_id` starts an empty prompt.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class ServedModel:
         created: int | None = None,
         aliases: Sequence[str] = (),
     ) -> Self:
-        """The model at `path` (a Hugging Face folder or a GGUF file) with its tokenizer and template.
+        """Open the model at `path` (a Hugging Face folder or a GGUF file) with its tokenizer and template.
 
         Raises `serve_app.text.tokenizer.TokenizerError` or `serve_app.text.template.TemplateError`.
         """

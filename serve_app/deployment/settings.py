@@ -1,6 +1,6 @@
-"""The settings of a service: one value, the same on the command line, as Serve arguments and in YAML.
+"""The settings of a service: the same value on the command line, as Serve arguments and in YAML.
 
-Each setting is one field: its type, default and help text stand once, and it keeps its name to the place of use.
+Each setting is one field. Its type, default and help text are written once, and it keeps its name down to where it is used.
 
     shardwright serve --max-sequences 32          ┐
     serve run serve_app.app:build max_sequences=32├→ ServeArgs ─replica_settings─→ ReplicaSettings ──→ EngineConfig, RankConfig
@@ -28,7 +28,7 @@ RENAMED = {"entrance": "ingress_node"}
 
 
 class ServeArgs(ReplicaOptions):
-    """Everything that may be set of a service. What depends on the model or the machines is checked by `replica_settings`."""
+    """All settings of a service. `replica_settings` checks those that depend on the model or the machines."""
 
     model_config = ConfigDict(title="Model, layout and endpoint")
 
@@ -37,34 +37,34 @@ class ServeArgs(ReplicaOptions):
     layout: str = ""
     """Parallel layout, for example tp=2,pp=2 or replicas=2."""
     prefill: str = ""
-    """With --decode or --mixed, in place of --layout: a pool for prompts, layout and replicas as in tp=2*2."""
+    """Layout and number of replicas of the prefill pool, for example tp=2*2; with --decode or --mixed, in place of --layout."""
     decode: str = ""
-    """The pool for the tokens after them, for example pp=2*1."""
+    """Layout and number of replicas of the decode pool, for example pp=2*1; with --prefill or --mixed."""
     mixed: str = ""
-    """A pool for both, by itself or beside --prefill or --decode."""
+    """Layout and number of replicas of a pool for both prefill and decode, alone or with --prefill or --decode."""
     require_prefill: bool = False
-    """Refuse requests while prompts are not handed off between the pools."""
+    """Refuse requests while prompts cannot be handed off between the pools."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What the ranks run on: auto, cpu or cuda."""
+    """Device of the ranks: auto, cpu or cuda."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and KV cache: auto, float32 or bfloat16."""
+    """Type of the weights and the KV cache: auto, float32 or bfloat16."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence, in tokens; default: the model's own limit, 8192, or what --kv-bytes hold, if shorter."""
+    """Maximum sequence length in tokens; default: the smallest of the model's limit, 8192, and what --kv-bytes can hold."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds a request waits for an engine replica while none runs, before it is refused."""
+    """Seconds that a request waits for an engine replica while none is running, before it is refused."""
     ingress_node: Literal["head", "anywhere"] = "head"
-    """Node of the HTTP process: head, whatever happens to the others, or anywhere, as Serve decides."""
+    """Node of the HTTP process: head, to be independent of other nodes, or anywhere, as Ray Serve decides."""
     served_name: str | None = None
-    """Name clients ask for."""
+    """Model name that clients use in requests; default: the name of the model."""
     api_keys: tuple[str, ...] = ()
-    """Bearer key clients must send; may be given several times."""
+    """Bearer key that clients must send; may be given several times."""
     api_keys_file: str | None = None
-    """File of further keys, one a line, where the HTTP process runs; a missing file has none."""
+    """File with further keys, one per line, on the node of the HTTP process; a missing file counts as empty."""
 
     @model_validator(mode="before")
     @classmethod
     def _accepts_former_writings(cls, given: Any) -> Any:
-        """`RENAMED` names, and a `disk_cache_bytes` of null, which means its default."""
+        """Accept the names in `RENAMED`, and a `disk_cache_bytes` of null, which means its default."""
         if not isinstance(given, Mapping):
             return given
         for old, new in RENAMED.items():
@@ -89,20 +89,20 @@ class ServeArgs(ReplicaOptions):
 
 
 class ArgumentError(ReportedError, ValueError):
-    """Arguments that mean nothing to `ServeArgs`: says which, and what would."""
+    """Arguments that `ServeArgs` does not accept. The message names them and the accepted ones."""
 
     code = "bad_argument"
 
 
 def read_api_keys(args: ServeArgs) -> tuple[str, ...]:
-    """The keys that clients may send, those of the file included; none: no key is asked for."""
+    """Returns the accepted API keys, including those of the file. An empty tuple means that no key is needed."""
     path = None if args.api_keys_file is None else Path(args.api_keys_file)
     lines = path.read_text().splitlines() if path is not None and path.exists() else []
     return (*args.api_keys, *(line.strip() for line in lines if line.strip()))
 
 
 def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
-    """Raises `ArgumentError`, for all mistakes at once."""
+    """Parse the arguments. Raises `ArgumentError`, with all errors in one message."""
     try:
         return ServeArgs.model_validate(arguments)
     except ValidationError as error:

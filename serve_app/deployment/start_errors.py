@@ -1,4 +1,5 @@
-"""The text a person gets when something did not start: that of an error of ours, or one line out of Ray's and Serve's."""
+"""The error text shown when something did not start: that of a Shardwright error, or one line extracted from a Ray or Serve
+error."""
 
 from __future__ import annotations
 
@@ -8,24 +9,26 @@ from collections.abc import Sequence
 from placement.model.errors import ErrorReport, report_of
 
 _RAISED = re.compile(r"^(?:\w+\.)*([A-Z]\w*(?:\(\w+\))?: .+)")
-"""Last line of a traceback."""
+"""Pattern of the last line of a traceback."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def error_text(error: Exception) -> str:
-    """The text of an error of ours, wherever it was raised; of any other its kind and the last line that tells it."""
+    """Returns the text of a Shardwright error, wherever it was raised; for any other error, its type and the line with its
+    message."""
     report = report_of(error)
     return text_of(report) if report is not None else foreign_reason([f"{type(error).__name__}: {error}"])
 
 
 def text_of(report: ErrorReport) -> str:
-    """The first line of a report's message, and the lines of the list (``- ...``) that follows it."""
+    """Returns the first line of a report's message, and the lines of the list (``- ...``) that follows it."""
     lines = _lines(report.message) or [report.code]
     return "\n".join([lines[0], *_list_after(0, lines)])
 
 
 def foreign_reason(messages: Sequence[str]) -> str:
-    """Of texts that Ray or Serve wrote, full of tracebacks: the last error of the first that has one, else the last line."""
+    """Returns the reason in texts that Ray or Serve wrote, full of tracebacks: the last error in the first text that has one,
+    else the last line."""
     for message in messages:
         lines = _lines(message)
         raised = [(at, found[1]) for at, line in enumerate(lines) if (found := _RAISED.search(line))]

@@ -1,1 +1,1 @@
-"""The OpenAI endpoint as a FastAPI application."""
+"""The OpenAI-compatible endpoint as a FastAPI application."""

@@ -1,4 +1,4 @@
-"""The OpenAI endpoint as a FastAPI application.
+"""The OpenAI-compatible endpoint as a FastAPI application.
 
 POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
 GET  /v1/models  /v1/models/{id}  /health  /metrics  /version
@@ -27,7 +27,7 @@ __all__ = ["ApiSettings", "create_api"]
 
 
 def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | None = None) -> FastAPI:
-    """The application that serves `model` from `backend`. It holds no state besides its metrics."""
+    """Create the application that serves `model` from `backend`. Its only state is its metrics."""
     settings, metrics = settings or ApiSettings(), Metrics()
     app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestId, on_answers=settings.request_id_on_answers)
@@ -44,7 +44,7 @@ def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | Non
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
-    """An `ApiError`, or what the framework itself refuses (unknown path, wrong method), in the one error shape."""
+    """Returns an `ApiError`, or an error of the framework itself (unknown path, wrong method), in the common error shape."""
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         text = {404: "There is nothing at this path.", 405: f"This path wants {headers.get('Allow', 'another method')}."}

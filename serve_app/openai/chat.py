@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: fields to a job, deltas to its JSON."""
+"""``/v1/chat/completions``: from request fields to a job, and from deltas to JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve_app.text.tokenizer import Tokenizer
 
 
 async def job(model: ServedModel, settings: ApiSettings, fields: ChatFields, origin: Origin, created: int) -> Job:
-    """The job of a chat request. Raises `ApiError` (400)."""
+    """Returns the job of a chat request. Raises `ApiError` (400)."""
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "only goes with logprobs: true")
     newer = fields.max_completion_tokens is not None
@@ -49,7 +49,7 @@ async def job(model: ServedModel, settings: ApiSettings, fields: ChatFields, ori
 
 @dataclass(frozen=True)
 class ChatResponseBuilder:
-    """The JSON of chats. With ``return_token_ids``, choices carry token ids and the answer those of the prompt."""
+    """The JSON of chats. With ``return_token_ids``, the choices carry token ids, and the answer carries those of the prompt."""
 
     envelope: ResponseEnvelope
     tokenizer: Tokenizer | None

@@ -1,4 +1,4 @@
-"""``/v1/completions``: fields to a job, deltas to its JSON."""
+"""``/v1/completions``: from request fields to a job, and from deltas to JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def job(model: ServedModel, settings: ApiSettings, fields: CompletionFields, origin: Origin, created: int) -> Job:
-    """The job of a completion request. Raises `ApiError` (400)."""
+    """Returns the job of a completion request. Raises `ApiError` (400)."""
     asked = Asked(
         max_tokens=fields.max_tokens,
         default_max=_DEFAULT_MAX_TOKENS,
@@ -44,7 +44,7 @@ async def job(model: ServedModel, settings: ApiSettings, fields: CompletionField
 
 @dataclass(frozen=True)
 class CompletionResponseBuilder:
-    """The JSON of completions. Without a tokenizer, or with ``return_token_ids``, choices carry token ids."""
+    """The JSON of completions. Without a tokenizer, or with ``return_token_ids``, the choices carry token ids."""
 
     envelope: ResponseEnvelope
     tokenizer: Tokenizer | None
@@ -86,7 +86,7 @@ class CompletionResponseBuilder:
 
 
 def _prompt_logprobs(fields: CompletionFields) -> int | None:
-    """Echoed tokens have logprobs like generated ones."""
+    """Returns the number of prompt logprobs to compute: echoed tokens have logprobs like generated ones."""
     wanted = [fields.prompt_logprobs] if fields.prompt_logprobs is not None else []
     if fields.echo and fields.logprobs is not None:
         wanted.append(fields.logprobs)

@@ -1,9 +1,9 @@
-"""What stands in front of Ray Serve's own HTTP proxy, in its process: clients see one kind of answer, whoever gives it.
+"""Middleware in front of Ray Serve's own HTTP proxy, in its process, so that clients always get answers of the same form.
 
     client ──→ uvicorn ──→ Front ──→ Serve's proxy ──→ ingress
 
-Serve answers by itself when no ingress runs, in plain text, and not at all when the ingress dies with the request. An
-embedded cluster loads this by `SETTING`; on a cluster of its own, the operator may set it before Serve starts.
+Serve itself answers in plain text when no ingress runs, and does not answer when the ingress dies during a request. An embedded
+cluster loads the middleware by `SETTING`; on an existing cluster, the operator may set it before Serve starts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _LOST = ApiError(503, "The server lost the process that was answering; ask again
 
 
 def in_front() -> list[Middleware]:
-    """Called by Serve's proxy when it starts."""
+    """Returns the middleware. Serve's proxy calls this when it starts."""
     return [Middleware(Front)]
 
 
 class Front:
-    """ASGI middleware: one valid request id, errors in the endpoint's own shape, and an end to every stream."""
+    """ASGI middleware that ensures one valid request id, errors in the endpoint's own shape, and an end marker for every
+    stream."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,7 +43,7 @@ class Front:
         request_id = choose(Headers(scope=scope).get(HEADER))
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
-        headers[HEADER] = request_id  # Serve puts the request's own on the answer
+        headers[HEADER] = request_id  # Serve copies the request's id to the answer
         hide_timeout(headers)
         answer = _Answer(send, request_id)
         await self._app(scope, receive, answer.send)
@@ -50,17 +51,17 @@ class Front:
 
 
 class _Answer:
-    """One answer on its way through."""
+    """One answer on its way to the client."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self._request_id = send, request_id
         self._start: Message | None = None
         self._plain: list[bytes] | None = None
-        """Text of an answer that will be written anew."""
+        """Text of a plain-text error, which is replaced by JSON."""
         self._done = False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, or keep it back where it belongs to an error in plain text."""
+        """Forward a message, or hold it back if it belongs to an error in plain text."""
         if message["type"] == "http.response.start":
             self._start = message
             if message["status"] >= 400 and self._type().startswith("text/plain"):
@@ -74,7 +75,7 @@ class _Answer:
         await self._send(message)
 
     async def complete(self) -> None:
-        """Write what the answer still lacks."""
+        """Send the missing rest of the answer."""
         if self._start is None:
             await self._error(_LOST)
         elif self._plain is not None:

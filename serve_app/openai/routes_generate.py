@@ -1,4 +1,4 @@
-"""The two routes that generate."""
+"""The two routes that generate text."""
 
 from __future__ import annotations
 
@@ -69,11 +69,12 @@ def add_generation(router: APIRouter, model: ServedModel, backend: Backend, sett
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """No name is fine, there is one model. Raises `ApiError` (404) for a name it does not have."""
+    """Check the model name of a request, which may be absent. Raises `ApiError` (404) for a name that is not served."""
     if name is not None and name not in model.names:
         raise unknown_model(name, model.names)
 
 
 def _origin(request: Request) -> Origin:
-    """The engine's id of a request: two callers may use the same ``x-request-id`` at once, so it gets a suffix."""
+    """Returns the origin of a request. Its engine id has a random suffix, since two callers may use the same ``x-request-id``
+    at once."""
     return Origin(f"{request.state.request_id}-{secrets.token_hex(4)}", timeout_of(request.headers))

@@ -1,4 +1,4 @@
-"""Routes about the model: what is served, and texts to tokens and back."""
+"""Routes for the model: the list of models, tokenizing and detokenizing."""
 
 from __future__ import annotations
 

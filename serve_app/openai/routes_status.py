@@ -1,4 +1,4 @@
-"""Routes for those who run the server; they need no key."""
+"""Routes for the operator of the server; they need no key."""
 
 from __future__ import annotations
 

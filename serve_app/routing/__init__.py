@@ -1,1 +1,1 @@
-"""Which replica gets a request: the backends behind the HTTP endpoint, pools, and hand-offs between them."""
+"""Request routing: the backends behind the HTTP endpoint, the pools, and the KV hand-offs between them."""

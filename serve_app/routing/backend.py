@@ -1,4 +1,4 @@
-"""The seam between the HTTP face and whatever generates tokens (the cluster, or a script in a test).
+"""The interface between the HTTP endpoint and the token generator (the cluster, or a script in a test).
 
 HTTP route ── GenerateRequest ──→ Backend.generate ──→ TokenEvent, TokenEvent, …, TokenEvent(finish=…)
 """
@@ -16,9 +16,9 @@ RefusalCode = Literal["prompt_too_long", "engine_busy", "engine_down"]
 
 
 class BackendRefused(ReportedError):
-    """A request the backend will not start (or, for ``engine_down``, cannot go on with).
+    """A request that the backend does not start (or, for ``engine_down``, cannot continue).
 
-    `retry_after_s`: seconds after which the caller may try again, where that makes sense.
+    `retry_after_s`: seconds after which the caller may try again, if that is useful.
     """
 
     def __init__(self, code: RefusalCode, message: str, retry_after_s: float | None = None) -> None:
@@ -30,8 +30,8 @@ class BackendRefused(ReportedError):
 
 @dataclass(frozen=True)
 class Health:
-    """Whether requests can be served now; `replicas` counts those that can. `reason` says why not, or, where they can be,
-    what is amiss all the same."""
+    """Whether requests can be served now. `replicas` is the number of replicas that can serve. `reason` explains why requests
+    cannot be served, or, if they can, what is limited."""
 
     ok: bool
     reason: str = ""
@@ -39,21 +39,21 @@ class Health:
 
 
 class Backend(Protocol):
-    """Generates tokens. Everything is called from one event loop."""
+    """Generates tokens. All methods are called from one event loop."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        """The events of one request; the last one carries `finish`, and then the generator ends by itself.
+        """Yields the events of one request. The last one carries `finish`, after which the generator ends by itself.
 
-        An event without tokens may be sent as soon as the request is admitted: a streamed answer starts (status and
-        headers) once every choice has had its first event. Raises `BackendRefused` before the first event.
-        Closing the generator before it ended cancels the request; a request that finished is never closed early.
+        An event without tokens may be sent as soon as the request is admitted: a streamed answer starts (status and headers)
+        once every choice has had its first event. Raises `BackendRefused` before the first event. Closing the generator before
+        its end cancels the request; a request that has finished is never closed early.
         """
 
     async def health(self) -> Health:
-        """Whether requests can be served now."""
+        """Returns whether requests can be served now."""
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Gauges by replica name, then by metric name in snake case, for ``/metrics``. May be empty."""
+        """Returns the gauges for ``/metrics`` by replica name, then by metric name in snake case. May be empty."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Those of the whole service, by metric name in snake case. May be empty."""
+        """Returns the gauges of the whole service by metric name in snake case. May be empty."""

@@ -1,4 +1,4 @@
-"""Control calls to all replicas of a deployment, which must answer soon or count as lost."""
+"""Control calls to all replicas of a deployment. A replica that does not answer soon counts as lost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 LOST = (RayError, RayServeException)
-"""What Ray raises where a replica is gone."""
+"""Errors that Ray raises if a replica is gone."""
 
 _ANSWER_S = 5.0
 
 
 async def broadcast(pool: DeploymentHandle[Any], method: str, *arguments: object) -> list[Any]:
-    """The answer of each replica; an exception in place of the answer that did not come."""
+    """Call `method` on each replica. Returns the answers, with an exception for each missing one."""
     try:
         answers = pool.broadcast(method, *arguments).results_async(timeout_s=_ANSWER_S, return_exceptions=True)
         return list(await answers)

@@ -1,10 +1,10 @@
-"""The endpoint's backend over Ray Serve: one handle call a request, its events over ZeroMQ.
+"""The endpoint's backend over Ray Serve: one handle call per request, with its events over ZeroMQ.
 
-    ingress ──handle call: request, where to answer──→ replica        (returns when the request has ended)
-            ←───────────── events, over ZeroMQ ───────                (the first, empty, as soon as it has the call)
+    ingress ──handle call: request, reply address──→ replica          (returns when the request has ended)
+            ←───────────── events, over ZeroMQ ─────                  (the first, empty, as soon as it has the call)
 
-Ray Serve chooses the replica, tells when it is lost, and carries a cancellation; tokens do not pass through it. With several
-pools the ingress chooses, and a replica may answer with a ticket first (`pooled_backend.py`).
+Ray Serve chooses the replica, reports its loss, and carries a cancellation; tokens do not pass through it. With several pools
+the ingress chooses the replica, which may answer with a KV transfer ticket first (`pooled_backend.py`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.broadcast import LOST, broadcast
 
 _LAST_EVENT_S = 10.0
-"""The call of a request and its events take different ways; the last event may come after the call has returned."""
+"""Seconds that the last event may arrive after the call has returned: the call and the events take different ways."""
 
 _SENT_S = 2.0
-"""When a request has ended, its prefill replica knows so soon that it has sent everything; one that does not is told."""
+"""Seconds after the end of a request in which its prefill replica normally knows that it has sent everything; then its call is
+cancelled."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Who is asked next, and for what. `generate`: a handle's method; `hints`: what the replica and the router are told
-    besides.
+    """The replica that gets the request next. `generate`: a handle's method; `hints`: keyword arguments for the replica and the
+    router.
 
-    `replica`: the one that was chosen; empty where the router chooses.
+    `replica`: the name of the chosen replica; empty if the router chooses.
     """
 
     generate: Any
@@ -48,18 +49,19 @@ class Route:
 
 
 class HandleBackend:
-    """Generates on the engine replicas behind a Serve handle; which replica, the handle's router decides."""
+    """Generates on the engine replicas behind a Serve handle, whose router chooses the replica."""
 
     def __init__(self, engine: DeploymentHandle[Any], wait_s: float) -> None:
-        """`wait_s`: how long a request waits for a replica to take it while none can."""
+        """`wait_s`: seconds that a request waits for a replica to accept it while none can."""
         self._engine, self._wait_s = engine, wait_s
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See `serve_app.routing.backend.Backend`. A replica that dies ends the request with one error event.
+        """Yields the events of one request; see `serve_app.routing.backend.Backend`. A replica that dies ends it with one error
+        event.
 
-        A replica that is down refuses before anything of the request has run, so each other replica is asked in its turn.
+        A replica that is down refuses before any part of the request has run, so the other replicas are tried in turn.
         """
         refused_by: list[str] = []
         while True:
@@ -69,20 +71,20 @@ class HandleBackend:
                         yield event
                 return
             except _RefusedByOne as refused:
-                if refused.replica in refused_by:  # there is no other left
+                if refused.replica in refused_by:  # no other replica is left
                     raise
                 refused_by.append(refused.replica)
 
     async def _choose(self, request: GenerateRequest, refused_by: Sequence[str]) -> Route:
-        """Who is asked after those that have refused. Raises `BackendRefused` where nobody shall be."""
+        """Choose the next replica, other than those that have refused. Raises `BackendRefused` if there is none to try."""
         return Route(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
     def _giving(self, route: Route) -> AbstractContextManager[None]:
-        """For as long as a replica has a request."""
+        """Returns a context that lasts as long as a replica has the request."""
         return nullcontext()
 
     def _run_handoff(self, route: Route, ticket: KVTicket) -> Coroutine[Any, Any, None]:
-        """Have a prompt computed by somebody else than the replica that has given the ticket."""
+        """Have the prompt computed by another replica than the one that issued the ticket."""
         raise AssertionError(f"a replica of the only pool gave the ticket {ticket.ticket_id}")
 
     async def _ask(self, route: Route) -> AsyncGenerator[TokenEvent, None]:
@@ -94,8 +96,8 @@ class HandleBackend:
     async def _events(self, route: Route) -> AsyncGenerator[TokenEvent, None]:
         receiver, request = self._listening(), route.request
         events = receiver.open(request.request_id)
-        # In a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
-        # by id loses all but one of those that wait at once (a request for several choices makes several calls).
+        # Runs in a context of its own: Serve gives all calls made for one HTTP request the same id, and a router that matches
+        # by id loses all but one of the calls waiting at once (a request for several choices makes several calls).
         call = Context().run(route.generate.remote, request.pack(), receiver.reply_to.pack(), **route.hints)
         watch = asyncio.create_task(_watch(call, request, events))
         handoff: asyncio.Task[None] | None = None
@@ -114,20 +116,20 @@ class HandleBackend:
                 event = None
         finally:
             watch.cancel()
-            if handoff is not None:  # a prompt that nobody waits for any more; usually it has been sent, and this is no news
+            if handoff is not None:  # nobody waits for the prompt any more; usually it has been sent and this has no effect
                 asyncio.get_running_loop().call_later(_SENT_S if finished else 0, handoff.cancel)
             receiver.forget(request.request_id)
             if not finished:
                 call.cancel()
 
     async def _taken(self, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> TokenEvent | None:
-        """Wait until a replica has the request; None, or an event that says how it ended already.
+        """Wait until a replica has the request. Returns None, or an event if the request has already ended or produced tokens.
 
         Serve itself would wait without a limit while no replica runs. Raises `BackendRefused` after `wait_s`.
         """
         own_s = math.inf if request.timeout_s is None else request.timeout_s
         try:
-            # Not `wait_for`: before Python 3.12 it drops a cancellation that comes together with the result.
+            # Not `wait_for`: before Python 3.12 it drops a cancellation that arrives together with the result.
             async with asyncio.timeout(min(self._wait_s, own_s)):
                 first = await events.get()
         except TimeoutError:
@@ -137,13 +139,13 @@ class HandleBackend:
         return None if first.is_empty else first
 
     def _listening(self) -> TokenReceiver:
-        """The receiver of this process, on the event loop that serves it; made when it is first needed."""
+        """Returns the receiver of this process, on the event loop that serves it. It is created on first use."""
         if self._receiver is None:
             self._receiver = TokenReceiver.listen(get_node_ip_address())
         return self._receiver
 
     async def health(self) -> Health:
-        """Healthy while at least one replica is; the reason is that of the first that is not."""
+        """Returns healthy while at least one replica is; the reason is that of the first unhealthy one."""
         answers = await broadcast(self._engine, "health")
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
@@ -152,12 +154,12 @@ class HandleBackend:
         return Health(ok=well > 0, reason="" if well else reason, replicas=well)
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Numbers of each replica's engine, by replica name."""
+        """Returns the gauges of each replica's engine, by replica name."""
         answers = await asyncio.gather(*(broadcast(pool, "gauges") for pool in self._pools()))
         return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
     def gauges(self) -> Mapping[str, float]:
-        """Of one pool there is nothing to say that its replicas do not."""
+        """Returns no gauges: a single pool has none besides those of its replicas."""
         return {}
 
     def _pools(self) -> Sequence[DeploymentHandle[Any]]:
@@ -165,12 +167,13 @@ class HandleBackend:
 
 
 def _health_text(answer: object) -> str:
-    """Why a replica cannot serve. The text of an exception of Ray is about its own parts, over many lines."""
+    """Returns why a replica cannot serve. Only the type of a Ray exception is used, since its text has many lines about Ray's
+    internals."""
     return f"a replica does not answer: {type(answer).__name__}" if isinstance(answer, Exception) else str(answer)
 
 
 class _RefusedByOne(BackendRefused):
-    """One replica cannot serve now, or is for something else."""
+    """One replica cannot serve now, or does not accept this kind of work."""
 
     def __init__(self, replica: str, message: str) -> None:
         super().__init__("engine_down", message)
@@ -186,7 +189,7 @@ def _refusal(event: TokenEvent) -> BackendRefused:
 
 
 async def _watch(call: Any, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> None:
-    """Put an event in the queue for what the replica cannot say itself: that it refused, or that it was lost."""
+    """Put an event in the queue for what the replica cannot send itself: a refusal, or its loss."""
     try:
         refused = await call
     except LOST as error:
@@ -195,12 +198,12 @@ async def _watch(call: Any, request: GenerateRequest, events: asyncio.Queue[Toke
     if refused is not None:
         events.put_nowait(TokenEvent.unpack(refused))
         return
-    await asyncio.sleep(_LAST_EVENT_S)  # cancelled as soon as the last event is here
+    await asyncio.sleep(_LAST_EVENT_S)  # cancelled as soon as the last event has arrived
     events.put_nowait(_lost(request, f"the last event did not arrive {_LAST_EVENT_S:.0f} s after the replica sent it"))
 
 
 def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
-    """`first` and every event already waiting behind it, as one: text is made once for what piled up meanwhile."""
+    """Returns `first` and all events queued behind it as one event, so that text is made once for several."""
     parts = [first]
     while parts[-1].finish is None and not events.empty():
         parts.append(events.get_nowait())

@@ -1,5 +1,5 @@
-"""The ingress in prefill/decode disaggregation: given a ticket, it asks a replica that takes prompts, and tells the decode
-side where none can be asked.
+"""The ingress's part in prefill/decode disaggregation: with a KV transfer ticket, it asks a replica that computes prompts, and
+notifies the decode side if none can.
 
 ingress ──request, ticket──→ prefill replica ── first token, how it ended ──→ decode replica
         ──refused, or lost───────────────────────────────────────────────────→
@@ -23,14 +23,18 @@ _ASK_ANOTHER = ("engine_down", "wrong_role")
 
 
 class PrefillReplicas:
-    """Those in the pools that take prompts."""
+    """The replicas of the pools that compute prompts."""
 
     def __init__(self, pool_members: PoolMembers) -> None:
         self._pool_members, self._sender = pool_members, TokenSender()
 
     async def run(self, request: GenerateRequest, ticket: KVTicket, by: str, ended: Callable[[str | None], None]) -> None:
-        """Have the prompt computed by another than `by`, which decodes. Returns when that is done, however it ended; cancelled,
-        it gives up. `ended` is told of a fault, or None where all was sent; nothing, where it was too busy or was given up."""
+        """Have the prompt computed by a replica other than `by`, which decodes. Returns when that has ended in any way;
+        cancelling gives it up.
+
+        `ended` is called with a fault, or with None if everything was sent. It is not called if the replica was too busy or the
+        request was cancelled.
+        """
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
         excluded: list[str] = []
         while (member := self._pool_members.least_busy(self._pool_members.able_for(by, excluded))) is not None:
@@ -43,17 +47,17 @@ class PrefillReplicas:
             excluded += [member.name, last.refused_by or ""]
         else:
             last = _nobody(asked)
-        if last.refused is not None or last.finish == "error":  # of an end that is none of these, the replica has told
+        if last.refused is not None or last.finish == "error":  # the replica itself reports any other end
             await self._notify(ReplyTo.unpack(ticket.reply_to), last)
         if last.error is not None and last.refused != "engine_busy":
             ended(last.error)
 
     async def _ask(self, request: GenerateRequest, member: PoolMember) -> TokenEvent | None:
-        """One replica. None where all went well, else its last event."""
+        """Ask one replica. Returns None if all went well, else its last event."""
         assert request.ticket is not None
         generate = self._pool_members.generate(member)
         with self._pool_members.giving(member.name):
-            # In a context of its own: see `HandleBackend`.
+            # Runs in a context of its own: see `HandleBackend`.
             call = Context().run(generate.remote, request.pack(), request.ticket.reply_to, preferred_replica=member.name)
             try:
                 last = await call
@@ -66,7 +70,7 @@ class PrefillReplicas:
         return None if last is None else TokenEvent.unpack(last)
 
     async def _notify(self, to: ReplyTo, event: TokenEvent) -> None:
-        """Tell a decode replica. One that cannot be reached finds out by itself, from the missing heartbeats."""
+        """Notify a decode replica. If it cannot be reached, it notices by itself from the missing heartbeats."""
         with suppress(IngressGone, TimeoutError):
             async with asyncio.timeout(_REACH_S):
                 while not self._sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for

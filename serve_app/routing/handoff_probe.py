@@ -1,8 +1,9 @@
-"""Whether prompts get from one pool to another: tried with a request of our own at start, and again after every fault.
+"""The hand-off probe: tests whether prompts can be handed off between the pools, with a trial request at start and after every
+fault.
 
-not tried ──trial──→ works ←──trial, or a prompt of anybody's──┐
+not tried ──trial──→ works ←──trial, or any client's prompt────┐
               │        │ a prompt was not handed off: trial    │
-              └────────┴──trial failed, or nobody takes prompts─→ fails: tried again from time to time
+              └────────┴──trial failed, or no prompt replicas───→ fails: retried from time to time
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ log = logging.getLogger("shardwright.pools")
 
 _LOOK_EVERY_S = 1.0
 _TRY_EVERY_S = 10.0
-"""Between trials of what fails."""
+"""Seconds between trials after a failure."""
 NOT_TRIED = "no prompt has been handed off between the pools yet"
 
 
 class HandoffProbe:
-    """The verdict, and the task that keeps it true. `is_needed`: False where there is nothing to try."""
+    """The verdict on hand-offs, and the task that keeps it up to date. `is_needed`: False if there is nothing to probe."""
 
     def __init__(self, is_needed: bool) -> None:
         self._failure = NOT_TRIED if is_needed else ""
@@ -32,7 +33,7 @@ class HandoffProbe:
 
     @property
     def failure(self) -> str:
-        """Why prompts are not handed off; empty where they are."""
+        """Reason why prompts are not handed off; empty if they are."""
         return self._failure
 
     @property
@@ -41,18 +42,19 @@ class HandoffProbe:
         return self._first.is_set() or not self._is_needed
 
     def gauges(self) -> dict[str, float]:
-        """For ``/metrics``."""
+        """Returns the gauge for ``/metrics``."""
         return {"handoff_works": float(not self._failure)} if self._is_needed else {}
 
     def on_handoff_end(self, failure: str | None) -> None:
-        """How the hand-off of a prompt ended; None: well. A fault may be that prompt's own, so it only calls for a trial."""
+        """Record how the hand-off of a prompt ended; None: well. A fault may concern that prompt only, so it just causes a
+        trial."""
         if failure is None:
             self.set_verdict("")
         else:
             self._is_suspect = True
 
     def set_verdict(self, failure: str) -> None:
-        """This is the verdict; empty: they are handed off."""
+        """Set the verdict: the failure, or an empty text if prompts are handed off."""
         if failure and failure != self._failure:
             log.warning("prompts are not handed off between the pools, decode replicas compute them: %s", failure)
         elif self._failure and not failure and self._first.is_set():
@@ -62,7 +64,7 @@ class HandoffProbe:
         self._first.set()
 
     async def first(self, within_s: float) -> None:
-        """Return when there is a verdict, or it takes longer."""
+        """Wait for the first verdict, at most `within_s` seconds."""
         if self._is_needed:
             try:
                 async with asyncio.timeout(within_s):
@@ -71,8 +73,11 @@ class HandoffProbe:
                 log.warning("whether prompts are handed off is not known after %g s", within_s)
 
     async def run(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
-        """For as long as the process lives. `look` says what must fail without a trial, None: it is too early for one; a trial
-        says what its fault was. Both say nothing, ``""``, of what is good."""
+        """Probe for as long as the process lives.
+
+        `look` returns the reason why a trial must fail, None if it is too early for one, or ``""``. `attempt` makes a trial and
+        returns its fault, or ``""`` if it succeeded.
+        """
         while True:
             try:
                 missing = await look()

@@ -1,4 +1,5 @@
-"""Who is in the pools, and what each takes now: as the replicas last reported, with what this process has given them."""
+"""The members of the pools and the work they accept now: the replicas' last reports, and the requests that this process has
+sent."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from cluster.replica.roles import RoleReport
 from serve_app.routing.broadcast import broadcast
 
 _FRESH_S = 0.2
-"""What replicas reported so recently is not asked for again."""
+"""Seconds during which a report counts as fresh and is not requested again."""
 
 
 @dataclass(frozen=True)
 class PoolMember:
-    """One replica: its pool's name, and what it reported."""
+    """One replica: the name of its pool, and its report."""
 
     pool: str
     report: RoleReport
@@ -34,7 +35,7 @@ class PoolMember:
 
 
 class PoolMembers:
-    """The replicas behind some handles, by pool. One event loop calls it."""
+    """The replicas behind some handles, by pool. It is used from one event loop."""
 
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
         self.pools = dict(pools)
@@ -49,11 +50,12 @@ class PoolMembers:
 
     @property
     def is_known(self) -> bool:
-        """Whether replicas have been asked at all."""
+        """Whether the replicas have been asked at all."""
         return self._asked_at is not None
 
     async def refresh(self, at_once: bool = False) -> None:
-        """Ask all replicas; unless `at_once`, only if they were not asked just now. A silent pool stays as it was."""
+        """Ask all replicas; unless `at_once`, only if the last reports are not fresh. A pool that does not answer keeps its
+        members."""
         async with self._asking:
             if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
                 return
@@ -68,14 +70,14 @@ class PoolMembers:
         self._members = others | {each.name: PoolMember(pool, each) for each in reports}
 
     def able(self, work: WorkKind, excluded: Collection[str] = ()) -> list[PoolMember]:
-        """Those that take such work now, and are well."""
+        """Returns the healthy replicas that accept this kind of work now."""
         return [each for each in self if work in each.report.admits and each.report.down is None and each.name not in excluded]
 
     def able_for(self, name: str, excluded: Collection[str] = ()) -> list[PoolMember]:
-        """Those that can compute prompts of which the replica `name` decodes.
+        """Returns the replicas that can compute prompts which the replica `name` then decodes.
 
-        A mixed one asks of mixed ones only those whose names come after its own. Blocks that are reserved here wait for blocks
-        there; round a circle of replicas that are full, they would wait for each other until their leases are over.
+        A mixed replica asks only those mixed ones whose names come after its own. Reserved blocks here wait for blocks there;
+        in a circle of full replicas, each would otherwise wait for the next until the leases expire.
         """
         able, own = self.able(WorkKind.PROMPT, [name, *excluded]), self._members.get(name)
         if own is None or own.report.role is not Role.MIXED:
@@ -83,21 +85,22 @@ class PoolMembers:
         return [each for each in able if each.report.role is Role.PREFILL or each.name > name]
 
     def least_busy(self, members: Collection[PoolMember]) -> PoolMember | None:
-        """One of those among them; None of none."""
+        """Returns one of the least busy of `members`, chosen at random; None if there are none."""
         least = min(map(self.load, members), default=0)
         return random.choice([each for each in members if self.load(each) == least]) if members else None
 
     def generate(self, member: PoolMember) -> Any:
-        """The handle by which its pool is given requests."""
+        """Returns the handle method that sends requests to the replica's pool."""
         return self._generates[member.pool]
 
     def load(self, member: PoolMember) -> int:
-        """Prompts and requests it has: as many as it reported, or as it got from here, if those are more."""
+        """Returns the number of prompts and requests a replica has: the number it reported or the number sent from here,
+        whichever is larger."""
         return max(member.report.ongoing, self._given[member.name])
 
     @contextmanager
     def giving(self, name: str) -> Iterator[None]:
-        """A replica has one more for the length of the block."""
+        """Count one more request on a replica for the duration of the block."""
         self._given[name] += 1
         try:
             yield

@@ -1,7 +1,8 @@
-"""The endpoint's backend over several pools: it chooses replicas by what they take now, and sees to it that prompts get across.
+"""The endpoint's backend over several pools (prefill/decode disaggregation): it chooses replicas by the work they accept, and
+hands prompts off.
 
 request ──→ the least busy replica that takes requests ── ticket ──→ the least busy other one that takes prompts
-        ──→ where there is none, one that takes prompts, for all of it
+        ──→ if there is none, one that takes prompts, for all of it
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from serve_app.routing.handoff_probe import HandoffProbe
 from serve_app.routing.pool_members import PoolMember, PoolMembers
 
 _FIRST_VERDICT_S = 60.0
-"""The HTTP process counts as started after so long even if its pools are not."""
+"""Seconds after which the HTTP process counts as started even if its pools have not been tried."""
 _TRIAL_S = 20.0
 _TRIAL_PROMPT = [0] * 16
-"""As long as a prompt must be to be handed off."""
+"""Trial prompt with the minimum length for a hand-off."""
 _FROM_ANY = -1
-"""As `least_prefill_load`: whatever a replica has to do itself, somebody else computes the prompt."""
+"""Value of `least_prefill_load` for which the prompt is always computed by another replica, however idle this one is."""
 
 
 @dataclass(frozen=True)
 class PooledRoute(Route):
-    """`ended` is called with how the hand-off of the prompt ended, if there was one."""
+    """A route whose `ended` is called with the result of the prompt's hand-off, if there was one."""
 
     ended: Callable[[str | None], None] = lambda failure: None
 
 
 class PooledBackend(HandleBackend):
-    """Generates on the replicas of several pools, the first of which answers requests if all is well."""
+    """Generates on the replicas of several pools. Requests normally go to the first one."""
 
     def __init__(self, pools: Mapping[str, DeploymentHandle[Any]], wait_s: float, require_prefill: bool = False) -> None:
-        """`wait_s`: see `HandleBackend`. `require_prefill`: refuse requests while prompts are not handed off."""
+        """`wait_s`: see `HandleBackend`. `require_prefill`: whether to refuse requests while prompts are not handed off."""
         super().__init__(next(iter(pools.values())), wait_s)
         self._pool_members, self._requires = PoolMembers(pools), require_prefill
         self._prefill = PrefillReplicas(self._pool_members)
@@ -57,14 +58,14 @@ class PooledBackend(HandleBackend):
         self._has_waited = False
 
     async def started(self) -> None:
-        """Return once a prompt has been handed off, or was tried to be; later, at once."""
+        """Wait until the first trial hand-off has succeeded or failed. Later calls return at once."""
         self._watching()
         if not self._has_waited:
             self._has_waited = True
             await self._handoff_probe.first(_FIRST_VERDICT_S)
 
     async def health(self) -> Health:
-        """Healthy while a replica that takes requests is, and prompts are handed off or need not be."""
+        """Returns healthy while a replica accepts requests, and prompts are handed off or need not be."""
         self._watching()
         await self._pool_members.refresh()
         able = self._pool_members.able(WorkKind.REQUEST)
@@ -78,16 +79,16 @@ class PooledBackend(HandleBackend):
         return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else "", replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
-        """Whether prompts are handed off."""
+        """Returns the gauge that shows whether prompts are handed off."""
         return self._handoff_probe.gauges()
 
     async def roles(self) -> list[RoleReport]:
-        """What every replica takes."""
+        """Returns the role report of every replica."""
         await self._pool_members.refresh()
         return [member.report for member in self._pool_members]
 
     async def change_role(self, replica: str, role: Role, within_s: float) -> RoleReport:
-        """See `role_change.change_role`. Raises `RoleRefused`."""
+        """Change the role of a replica; see `role_change.change_role`. Raises `RoleRefused`."""
         needed = (WorkKind.REQUEST, WorkKind.PROMPT) if self._requires else (WorkKind.REQUEST,)
         return await role_change.change_role(self._pool_members, replica, role, within_s, needed)
 
@@ -111,7 +112,8 @@ class PooledBackend(HandleBackend):
         return PooledRoute(self._generate, request, {"excluded_replicas": tuple(refused_by)})
 
     def _by(self, member: PoolMember, request: GenerateRequest, ended: Callable[[str | None], None]) -> PooledRoute:
-        """A replica that answers, and has its prompt computed by another where there is one and it pays."""
+        """Returns the route to a replica that answers, and that has its prompt computed by another one if there is one and it
+        is worthwhile."""
         others = [self._pool_members.load(each) for each in self._pool_members.able_for(member.name)]
         if others and request.max_tokens > 0:
             request = request.model_copy(update={"reserves": True})
@@ -129,12 +131,12 @@ class PooledBackend(HandleBackend):
         return list(self._pool_members.pools.values())
 
     def _watching(self) -> None:
-        """Begin to watch the replicas, on the event loop that serves."""
+        """Start the hand-off probe on the event loop that serves requests, unless it runs."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._handoff_probe.run(self._look, self._attempt))
 
     async def _look(self) -> str | None:
-        """See `HandoffProbe.run`. At first a pool may still be starting."""
+        """Returns why a hand-off must fail; see `HandoffProbe.run`. At first a pool may still be starting."""
         await self._pool_members.refresh()
         if not self._pool_members.able(WorkKind.REQUEST):
             return None
@@ -145,12 +147,12 @@ class PooledBackend(HandleBackend):
         return None if is_early else "no other replica takes prompts"
 
     def _pair(self) -> PoolMember | None:
-        """A replica that takes requests while another one takes prompts."""
+        """Returns a replica that accepts requests while another one accepts prompts; None if there is none."""
         able = self._pool_members.able(WorkKind.REQUEST)
         return next((each for each in able if self._pool_members.able_for(each.name)), None)
 
     async def _attempt(self) -> str:
-        """Hand off a prompt. What was amiss, if anything."""
+        """Hand off a trial prompt. Returns the fault, or an empty text."""
         member, name = self._pair(), secrets.token_hex(8)
         if member is None:
             return "no other replica takes prompts"

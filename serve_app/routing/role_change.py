@@ -1,4 +1,4 @@
-"""Another role for a replica that runs: refused where nobody would be left for what the service cannot be without."""
+"""Role changes of running replicas. A change is refused if no replica would be left for work that the service needs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from serve_app.routing.pool_members import PoolMember, PoolMembers
 
 
 class RoleRefused(ValueError):
-    """A change of role that cannot be, with what would work."""
+    """An impossible change of role, with alternatives."""
 
 
 async def change_role(
     pool_members: PoolMembers, replica: str, role: Role, within_s: float, needed: Collection[WorkKind]
 ) -> RoleReport:
-    """Have `replica` become `role` when it has nothing left of what that role does not take; given up after `within_s` seconds.
+    """Have `replica` become `role` once it has finished the work that the new role does not include.
 
-    Returns how it stands; `pool_members` tells how it goes on. Raises `RoleRefused` where a kind of work in `needed` would be
-    left to nobody, in which case nothing changes.
+    The change is abandoned after `within_s` seconds. Returns the current state; `pool_members` shows the progress. Raises
+    `RoleRefused` if a kind of work in `needed` would be left without a replica, in which case nothing changes.
     """
     await pool_members.refresh(at_once=True)
     member = _named(pool_members, replica)
@@ -28,7 +28,7 @@ async def change_role(
     report = await _request_change(pool_members, member, role, within_s)
     await pool_members.refresh(at_once=True)
     try:
-        _check(pool_members, member, role, needed)  # another one may have been changed at the same time
+        _check(pool_members, member, role, needed)  # another replica may have changed at the same time
     except RoleRefused:
         await _request_change(pool_members, member, member.report.role, within_s)
         raise

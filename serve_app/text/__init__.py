@@ -1,1 +1,1 @@
-"""Text at the edge: tokenizers, chat templates, detokenising and stop strings."""
+"""Text processing: tokenizers, chat templates, detokenizing and stop strings."""

@@ -17,11 +17,11 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
 Metadata = Mapping[str, Any]
-"""GGUF keys without ``tokenizer.ggml.``, to plain Python values."""
+"""Plain Python values by GGUF key, without the prefix ``tokenizer.ggml.``."""
 
 
 def build(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that `metadata` describes. Raises `TokenizerError` for a kind or rule that is not supported."""
+    """Returns the tokenizer that `metadata` describes. Raises `TokenizerError` for a kind or rule that is not supported."""
     kind = metadata.get("model")
     if kind == "gpt2":
         inner = _byte_level(metadata)
@@ -49,7 +49,8 @@ def _byte_level(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
-    """SentencePiece BPE: the pair whose joined piece scores best is merged first; unknown characters become bytes."""
+    """Returns a SentencePiece BPE tokenizer: the pair whose joined piece has the best score is merged first; unknown characters
+    become bytes."""
     vocabulary = _vocabulary(metadata)
     merges = [_pair(merge) for merge in metadata["merges"]] if "merges" in metadata else _merges(metadata, vocabulary)
     unknown = metadata["tokens"][metadata.get("unknown_token_id", 0)]
@@ -63,7 +64,7 @@ def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
 
 
 def _merges(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, best score of the third first (ties: lower ids of the parts first)."""
+    """Returns all ways to join two pieces to a third, best score of the third first (ties: lower ids of the parts first)."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece, score in zip(metadata["tokens"], metadata["scores"], strict=True):
         for cut in range(1, len(piece)):
@@ -83,7 +84,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, metadata: Metadata) -> None:
-    """Tokens that are recognised in a text as they stand; control tokens are also left out when decoding."""
+    """Add the tokens that are recognised literally in a text. Control tokens are also left out when decoding."""
     kinds: Sequence[int] = metadata.get("token_type", [])
     for token, kind in zip(metadata["tokens"], kinds, strict=False):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
@@ -93,7 +94,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, metadata: Metadata) -> None:
 
 
 def _frame(inner: tokenizers.Tokenizer, metadata: Metadata, by_default: bool) -> None:
-    """Have a start and an end token put around a text, where the file asks for them."""
+    """Put a start and an end token around a text, if the file requests them."""
     bos, eos = (metadata.get(f"{name}_token_id") if metadata.get(f"add_{name}_token", default) else None
                 for name, default in (("bos", by_default), ("eos", False)))  # fmt: skip
     names = metadata["tokens"]

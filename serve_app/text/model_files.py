@@ -1,4 +1,4 @@
-"""The text side of a model on disk: its tokenizer and chat template, if it has them."""
+"""The text files of a model on disk: its tokenizer and chat template, if it has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 @dataclass(frozen=True)
 class TextFiles:
-    """A model without a tokenizer takes and gives token ids only; one without a template cannot chat."""
+    """The text side of a model. Without a tokenizer it takes and returns token ids only; without a template it cannot chat."""
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -27,7 +27,8 @@ class TextFiles:
 
 
 def read_text_files(path: Path) -> TextFiles:
-    """Tokenizer and template of a Hugging Face folder or a GGUF file. Raises `TokenizerError` or `TemplateError`."""
+    """Returns the tokenizer and template of a Hugging Face folder or a GGUF file. Raises `TokenizerError` or
+    `TemplateError`."""
     return _read_folder(path) if path.is_dir() else _read_gguf(path)
 
 
@@ -44,7 +45,8 @@ def _read_folder(folder: Path) -> TextFiles:
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja`` wins over tokenizer_config.json, whose entry is a text or a list of named ones."""
+    """Returns the chat template: ``chat_template.jinja``, or else the entry of tokenizer_config.json, a text or a list of named
+    ones."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
@@ -58,7 +60,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token_text(entry: Any) -> str | None:
-    """Token of tokenizer_config.json: a text, or an object that holds it as ``content``."""
+    """Returns a token of tokenizer_config.json, which is a text or an object with it as ``content``."""
     return entry.get("content") if isinstance(entry, dict) else entry
 
 

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers cut a text into words before merging, by the name GGUF files give the rule.
+"""Pre-tokenizers of byte-level BPE: the rules that split a text into words before merging, by their GGUF names.
 
 The patterns are facts about each model: they are those of the tokenizer the model was trained with.
 """
@@ -24,7 +24,7 @@ def _gpt2_single_digits() -> PreTokenizer:
 
 
 def _words(numbers: str) -> Callable[[], PreTokenizer]:
-    """The rule of tiktoken's cl100k family, where `numbers` says how many digits stay together."""
+    """Returns the rule of tiktoken's cl100k family. `numbers` is the pattern of the digits that stay together."""
     pattern = "|".join((_CONTRACTIONS, _WORDS, numbers, _REST))
     return lambda: Sequence([Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -47,13 +47,13 @@ PRETOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {
     "deepseek-r1-qwen": _ONE_DIGIT,
     "stablelm2": _ONE_DIGIT,
 }
-"""Values of ``tokenizer.ggml.pre``."""
+"""The rules by the value of ``tokenizer.ggml.pre``."""
 
 WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3"})
-"""Rules under which a word that is a vocabulary entry is taken whole, whatever the merges say."""
+"""Rules that take a word which is a vocabulary entry as a whole, regardless of the merges."""
 
 COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Rules under which text is brought to Unicode form NFC first."""
+"""Rules that first normalise text to Unicode form NFC."""
 
 STARTS_WITH_BOS = frozenset({"llama-bpe", "llama3"})
-"""Rules whose models want a start token when the file does not say."""
+"""Rules whose models need a start token unless the file decides otherwise."""

@@ -1,13 +1,13 @@
-"""Stop strings, wherever token boundaries fall.
+"""Stop strings, independent of token boundaries.
 
-Only what may still become a stop string is held back. With the stop string ``BCDE``::
+Only text that may still become a stop string is held back. With the stop string ``BCDE``::
 
     text in       AB    CD    EF
     released      A     -     stop: the text is "A"
                       (held: B, BCD)
 
-The stop string that is complete first, in characters, wins; of those complete at the same character, the longest.
-So the outcome does not depend on how tokens cut the text.
+The stop string that is complete first, in characters, wins; of those complete at the same character, the longest. The outcome
+therefore does not depend on how tokens split the text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class Released(NamedTuple):
 
 
 class StopStrings:
-    """Looks for `stops` in a text that arrives in pieces. Each character costs amortised constant time per stop string."""
+    """Searches for `stops` in a text that arrives in parts. Each character costs amortised constant time per stop string."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`include`: the stop string itself is released too."""
+        """`include`: whether the stop string itself is released."""
         self._stops = [_Matcher(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include
         self._held = ""
 
     def push(self, text: str) -> Released:
-        """What can be shown after `text` arrived. After a stop was found, nothing more may be pushed."""
+        """Returns the text that can be shown after `text` arrived. After a stop string was found, nothing more may be
+        pushed."""
         start = len(self._held)
         self._held += text
         for position, character in enumerate(text, start + 1):
@@ -47,7 +48,7 @@ class StopStrings:
         return Released(released)
 
     def finish(self) -> str:
-        """The text still held back, when no more will come."""
+        """Returns the text still held back, at the end of the input."""
         held, self._held = self._held, ""
         return held
 
@@ -58,7 +59,7 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth, Morris and Pratt: `length` is the longest prefix of `text` that ends what was pushed."""
+    """Matcher by Knuth, Morris and Pratt: `length` is that of the longest prefix of `text` that ends the pushed characters."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -75,7 +76,7 @@ class _Matcher:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    """Returns, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for position in range(1, len(text)):

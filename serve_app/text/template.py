@@ -15,7 +15,7 @@ from placement.model.errors import ReportedError
 
 
 class TemplateError(ReportedError, ValueError):
-    """A conversation the template refuses, or a template that cannot be read. ``str()`` is the reason."""
+    """A conversation that the template refuses, or a template that cannot be read. ``str()`` is the reason."""
 
     code = "bad_template"
 
@@ -24,7 +24,7 @@ class ChatTemplate:
     """Turns messages into the text of a prompt."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables`: names the template may use besides the messages, such as ``bos_token``. Raises `TemplateError`."""
+        """`variables`: names that the template may use besides the messages, such as ``bos_token``. Raises `TemplateError`."""
         self.source = source
         self._variables = dict(variables or {})
         try:
@@ -42,10 +42,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`.
+        """Returns the prompt for `messages`.
 
-        `add_generation_prompt` opens the answer; `continue_final_message` leaves the last message open instead, so that
-        it is continued. `arguments` are further template variables. Raises `TemplateError`.
+        `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that it is
+        continued. `arguments` are further template variables. Raises `TemplateError`.
         """
         values = {"tools": None, "documents": None, **self._variables, **(arguments or {})}
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -54,14 +54,15 @@ class ChatTemplate:
         except TemplateError:
             raise
         except Exception as error:  # a template is a program: anything may go wrong in it
-            # Jinja's own messages speak of the template; others may quote the conversation.
+            # Jinja's own messages are about the template; others may quote the conversation.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise TemplateError(f"the chat template failed: {reason}") from error
         return _cut_after(text, str(messages[-1]["content"])) if continue_final_message else text
 
 
 def _cut_after(text: str, content: str) -> str:
-    """`text` up to the end of its last message; templates may have stripped the message's white space."""
+    """Returns `text` up to the end of its last message; templates may have stripped the message's white space. Raises
+    `TemplateError`."""
     for wanted in (content, content.lstrip(), content.strip()):
         at = text.rfind(wanted)
         if wanted and at >= 0:
@@ -80,7 +81,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training; here its body is simply shown."""
+    """The tag ``{% generation %}``, which marks the assistant's words for training. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own type)
 
@@ -90,7 +91,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML, which a prompt must not."""
+    """Returns plain JSON. Jinja's own filter escapes HTML, which a prompt must not."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

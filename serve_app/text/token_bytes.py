@@ -1,7 +1,7 @@
-"""What bytes each token stands for, read from a tokenizer's own decoder.
+"""The bytes of each token, read from a tokenizer's own decoder.
 
-Knowing tokens as bytes makes every other question easy: a text is the UTF-8 reading of joined bytes, however the
-tokens cut it, and the cost of a stream is linear in its tokens.
+With tokens as bytes, a text is the UTF-8 decoding of the joined bytes, however the tokens split it, and the cost of a stream is
+linear in its tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from serve_app.text import byte_level
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-"""SentencePiece writes a space as this character."""
+"""The character that SentencePiece writes for a space."""
 
 
 class TokenizerError(ReportedError, ValueError):
-    """A tokenizer that cannot be used: names the file or field, what it holds, and what is supported."""
+    """A tokenizer that cannot be used. The message names the file or field, its content, and the supported ones."""
 
     code = "bad_tokenizer"
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """`table` is indexed by token id. `drops_first_space`: the space a whole text starts with was put there by us."""
+    """Token bytes in `table`, indexed by token id. `drops_first_space`: whether the tokenizer itself adds the first space of a
+    text."""
 
     table: list[bytes]
     drops_first_space: bool
 
 
 def token_bytes(inner: tokenizers.Tokenizer) -> TokenBytes:
-    """Bytes of every token of `inner`. Raises `TokenizerError` for a decoder of another kind."""
+    """Returns the bytes of every token of `inner`. Raises `TokenizerError` if its decoder is not supported."""
     decoders = _flat(json.loads(inner.to_str())["decoder"])
     kinds = [decoder["type"] for decoder in decoders]
     added = inner.get_added_tokens_decoder()
@@ -69,7 +70,7 @@ def _drops_first_space(decoder: dict[str, Any]) -> bool:
 
 
 def _flat(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoders of a (nested) sequence, in order."""
+    """Returns the decoders of a (nested) sequence, in order."""
     if decoder is None:
         return []
     if decoder["type"] != "Sequence":

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Tokenizer", "TokenizerError", "read_tokenizer_json"]
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that also knows its tokens as bytes."""
+    """A `tokenizers.Tokenizer` that also has its tokens as bytes."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()
@@ -23,11 +23,11 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in inner.get_added_tokens_decoder().items() if token.special)
 
     def __len__(self) -> int:
-        """One more than the largest token id."""
+        """Returns one more than the largest token id."""
         return len(self._bytes.table)
 
     def to_json(self) -> str:
-        """The content of a ``tokenizer.json`` that makes this tokenizer."""
+        """Returns the content of a ``tokenizer.json`` for this tokenizer."""
         return str(self._inner.to_str())
 
     def __getstate__(self) -> str:
@@ -38,34 +38,34 @@ class Tokenizer:
 
     @property
     def drops_first_space(self) -> bool:
-        """Whether a whole text is read without its first space, which `encode` put there."""
+        """Whether decoding a whole text drops its first space, which `encode` added."""
         return self._bytes.drops_first_space
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, in which special tokens are recognised.
+        """Returns the token ids of `text`, in which special tokens are recognised.
 
-        `add_special_tokens`: also add those the model wants around a text (a start token, as a rule).
+        `add_special_tokens`: whether to add the tokens that the model needs around a text (usually a start token).
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD, one for each maximal wrong part."""
+        """Returns the text of a whole sequence. Bytes that are not UTF-8 become U+FFFD, one for each maximal invalid part."""
         kept = [index for index in ids if not (skip_special_tokens and index in self.special_ids)]
         text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes of one token; none for an id beyond the vocabulary (rows a model pads its embedding with)."""
+        """Returns the bytes of one token; none for an id beyond the vocabulary (padding rows of the embedding)."""
         return self._bytes.table[index] if index < len(self._bytes.table) else b""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry, or None."""
+        """Returns the id of a vocabulary entry, or None."""
         index: int | None = self._inner.token_to_id(token)
         return index
 
     def token_label(self, index: int) -> str:
-        """The text of one token for people; a part of a character is shown as ``bytes:\\xf0\\x9f``."""
+        """Returns one token as readable text; a part of a character is shown as ``bytes:\\xf0\\x9f``."""
         data = self.token_bytes(index)
         try:
             return data.decode()
@@ -74,7 +74,7 @@ class Tokenizer:
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face ``tokenizer.json``. Raises `TokenizerError`."""
+    """Read the tokenizer of a Hugging Face ``tokenizer.json``. Raises `TokenizerError`."""
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -11,7 +11,7 @@ from serve_app.openai.request.errors import ApiError
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises `ApiError` (400) for anything else. Fields that are null count as absent."""
+    """Returns the JSON object in the body. Fields that are null count as absent. Raises `ApiError` (400) for anything else."""
     value = parse(await _read(request, max_bytes))
     if not isinstance(value, dict):
         raise _bad("The body must be a JSON object.")
@@ -19,7 +19,8 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> Any:
-    """The JSON value in `data`, which must be UTF-8 and hold neither NaN nor infinities nor half surrogate pairs."""
+    """Returns the JSON value in `data`, which must be UTF-8 without NaN, infinities or unpaired surrogates. Raises `ApiError`
+    (400)."""
     try:
         value = json.loads(data.decode(), parse_constant=_constant)
         if b"\\u" in data:
@@ -37,7 +38,7 @@ def parse(data: bytes) -> Any:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, given up on as soon as it is too large."""
+    """Read the body. Raises `ApiError` as soon as it is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

@@ -1,6 +1,6 @@
-"""Every error leaves in one shape: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors of the endpoint, all in one shape: ``{"error": {"message", "type", "param", "code"}}``.
 
-`param` is always a field's name, never what the caller wrote in it.
+`param` is always the name of a field, never the value that the caller gave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. `headers` go with it."""
+    """An answer other than 200. Its `headers` are sent with it."""
 
     def __init__(
         self,
@@ -43,28 +43,28 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """What OpenAI's clients are told the error is."""
+        """The error type, in OpenAI's terms."""
         if self.code == "model_not_found":
             return "invalid_request_error"
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """Returns the JSON object of the answer."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
-    """A request field that cannot be served: 400."""
+    """Returns an error (400) for a request field with an unusable value."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def unsupported(param: str, instead: str) -> ApiError:
-    """A field this server knows of and does not honour: 400."""
+    """Returns an error (400) for a field that this server knows but does not support."""
     return ApiError(400, f"{param} is not supported: {instead}", param=param, code="unsupported_parameter")
 
 
 def too_long(param: str, limit: int, prompt_tokens: int, requested: int | None) -> ApiError:
-    """A prompt that leaves no room to generate: 400 with the three numbers."""
+    """Returns an error (400) for a prompt that leaves no room to generate, with the three numbers."""
     asked = "the default number of" if requested is None else str(requested)
     return ApiError(
         400,
@@ -76,14 +76,14 @@ def too_long(param: str, limit: int, prompt_tokens: int, requested: int | None) 
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """All fields pydantic found at fault; `param` is the first."""
+    """Returns an error (400) with all fields that pydantic rejected; `param` is the first of them."""
     found = [(str(item["loc"][0]) if item["loc"] else "body", item["msg"]) for item in error.errors(include_input=False)]
     message = "; ".join(dict.fromkeys(f"{field}: {text}" for field, text in found))
     return ApiError(400, message, param=found[0][0], code="invalid_value")
 
 
 def from_refusal(refusal: BackendRefused, retry_after_s: float) -> ApiError:
-    """What a refusing backend means for the caller."""
+    """Returns the error that tells the caller why the backend refused the request."""
     if refusal.code == "prompt_too_long":
         return ApiError(400, refusal.message, param="prompt", code="context_length_exceeded")
     retry = math.ceil(refusal.retry_after_s if refusal.retry_after_s is not None else retry_after_s)
@@ -92,7 +92,7 @@ def from_refusal(refusal: BackendRefused, retry_after_s: float) -> ApiError:
 
 
 def unknown_model(name: str, names: Sequence[str]) -> ApiError:
-    """A model that is not served here: 404."""
+    """Returns an error (404) for a model that is not served here."""
     return ApiError(
         404, f"The model asked for is not served here; {', '.join(names)} is.", param="model", code="model_not_found"
     )

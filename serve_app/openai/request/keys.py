@@ -1,4 +1,4 @@
-"""Bearer keys."""
+"""Authentication by bearer keys."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from serve_app.openai.request.errors import ApiError
 
 
 def key_check(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
-    """A check that raises `ApiError` (401) unless a request carries one of `keys`; without keys, all pass."""
+    """Returns a check that raises `ApiError` (401) unless a request carries one of `keys`; without keys, all requests pass."""
     wanted = [key.encode() for key in keys]
 
     async def check(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         offered = given.strip().encode()
-        # Every key is compared, each in constant time, so that timing tells nothing of them.
+        # Every key is compared, each in constant time, so that the timing reveals nothing about them.
         matches = [hmac.compare_digest(offered, key) for key in wanted]
         if wanted and not (scheme.lower() == "bearer" and any(matches)):
             raise ApiError(

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as a chat template expects them."""
+"""The messages of a conversation, in the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def conversation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` with every content a text. Other fields go to the template as they are. Raises `ApiError` (400)."""
+    """Returns `messages` with every content as a text. Other fields go to the template unchanged. Raises `ApiError` (400)."""
     return [{**message, "content": _content(message, at)} for at, message in enumerate(messages) if _role(message, at)]
 
 
@@ -22,7 +22,7 @@ def _role(message: dict[str, Any], at: int) -> bool:
 
 
 def _content(message: dict[str, Any], at: int) -> str:
-    """The text of a message: itself, or its text parts joined by newlines. An assistant's turn may have none."""
+    """Returns the text of a message, with text parts joined by newlines. An assistant's message may have no content."""
     content = message.get("content")
     if isinstance(content, str):
         return content

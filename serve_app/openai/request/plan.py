@@ -1,4 +1,4 @@
-"""A request's fields become one `GenerateRequest` for each choice.
+"""Turns a request's fields into one `GenerateRequest` for each choice.
 
 prompts p0, p1, n=2   →   choices   0: p0   1: p0   2: p1   3: p1
                           seeds     s       s+1     s       s+1
@@ -21,7 +21,8 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True)
 class ChoiceRequest:
-    """One sequence of an answer. `first`: the first of its prompt's choices, which accounts for the prompt's tokens."""
+    """One sequence of an answer. `first`: whether it is the first of its prompt's choices, which accounts for the prompt's
+    tokens."""
 
     index: int
     first: bool
@@ -31,7 +32,8 @@ class ChoiceRequest:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the two endpoints call by different names. `default_max`: tokens when none are asked for; None: all the room."""
+    """Fields that have different names in the two endpoints. `default_max`: default for `max_tokens`; None: as many as fit the
+    context."""
 
     max_tokens: int | None
     default_max: int | None
@@ -44,7 +46,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a request came from: its id (unique in the engine) and how long its caller waits."""
+    """The origin of a request: its id (unique in the engine) and the caller's time limit."""
 
     request_id: str
     timeout_s: float | None
@@ -53,7 +55,7 @@ class Origin:
 def plan(
     model: ServedModel, settings: ApiSettings, fields: GenerationFields, asked: Asked, prompts: list[Prompt], origin: Origin
 ) -> list[ChoiceRequest]:
-    """The choices of an answer, by index. Raises `ApiError` (400)."""
+    """Returns the choices of an answer, by index. Raises `ApiError` (400)."""
     _check(model, settings, fields, asked, len(prompts))
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
     sampling = _sampling(model, fields, asked)
@@ -94,7 +96,7 @@ def _check(model: ServedModel, settings: ApiSettings, fields: GenerationFields, 
 
 
 def _max_tokens(model: ServedModel, asked: Asked, prompt_tokens: int) -> int:
-    """Tokens to generate: as many as asked, or as the context has room for, whichever is fewer."""
+    """Returns the number of tokens to generate: the requested number, or the room left in the context if that is less."""
     room = model.max_model_len - prompt_tokens
     if room <= 0:
         raise too_long(asked.prompt_field, model.max_model_len, prompt_tokens, asked.max_tokens)
@@ -122,7 +124,7 @@ def _sampling(model: ServedModel, fields: GenerationFields, asked: Asked) -> Sam
 
 
 def _logit_bias(model: ServedModel, fields: GenerationFields) -> dict[int, float]:
-    """The bias by token id: JSON has it by the id's digits."""
+    """Returns the logit bias by token id; in JSON, the keys are the ids in digits."""
     if not all(key.isascii() and key.isdigit() and len(key) < 12 for key in fields.logit_bias):
         raise invalid("logit_bias", "keys are token ids in digits")
     bias = {int(key): value for key, value in fields.logit_bias.items()}

@@ -1,9 +1,9 @@
-"""The prompt of a request as token ids, whichever way it was given.
+"""The prompt of a request as token ids, for every form in which it may be given.
 
     prompt              text | [text, …] | [id, …] | [[id, …], …]      one or several prompts
     messages            through the chat template                      one prompt
 
-An empty text runs from the model's start token; a model without one refuses it. A list without ids is always refused.
+An empty text becomes the model's start token; a model without one refuses it. An empty list of ids is always refused.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from serve_app.text.template import TemplateError
 from serve_app.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 10_000
-"""Characters from which on tokenising leaves the event loop to other requests."""
+"""Number of characters from which tokenising runs in a thread, so that the event loop can serve other requests."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is what the caller wrote, where the prompt was a text."""
+    """A prompt as token ids. `text` is what the caller wrote, if the prompt was a text."""
 
     ids: list[int]
     text: str | None = None
 
 
 async def completion_prompts(model: ServedModel, fields: CompletionFields) -> list[Prompt]:
-    """The prompts of a completion. Raises `ApiError` (400)."""
+    """Returns the prompts of a completion. Raises `ApiError` (400)."""
     return [await _read(model, item, fields.add_special_tokens) for item in _several(fields.prompt)]
 
 
 async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
-    """The prompt a conversation makes. Raises `ApiError` (400)."""
+    """Returns the prompt of a conversation. Raises `ApiError` (400)."""
     if model.template is None or model.tokenizer is None:
         raise invalid(
             "messages", "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
@@ -56,27 +56,27 @@ async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
 
 
 async def text_prompt(model: ServedModel, text: str, add_special_tokens: bool) -> Prompt:
-    """A text's tokens; none for an empty text. Raises `ApiError` (400)."""
+    """Returns the prompt of a text, without tokens for an empty text. Raises `ApiError` (400)."""
     tokenizer = tokenizer_of(model, "prompt")
     return Prompt(await _in_background_if_long(tokenizer, text, add_special_tokens), text)
 
 
 def tokenizer_of(model: ServedModel, param: str) -> Tokenizer:
-    """The model's tokenizer. Raises `ApiError` (400) where it has none."""
+    """Returns the model's tokenizer. Raises `ApiError` (400) if it has none."""
     if model.tokenizer is None:
         raise invalid(param, "this model has no tokenizer, so texts cannot be read or written: give the prompt as token ids")
     return model.tokenizer
 
 
 def check_ids(model: ServedModel, ids: Sequence[Any], param: str) -> list[int]:
-    """`ids` as token ids of the model's vocabulary. Raises `ApiError` (400)."""
+    """Returns `ids` as token ids of the model's vocabulary. Raises `ApiError` (400)."""
     if not all(type(index) is int and 0 <= index < model.vocab_size for index in ids):
         raise invalid(param, f"token ids are integers from 0 to {model.vocab_size - 1}")
     return list(ids)
 
 
 def _several(prompt: str | list[Any]) -> list[Any]:
-    """The prompts, each a text or a list of ids."""
+    """Returns the prompts, each a text or a list of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -1,4 +1,4 @@
-"""Gives every request an id: the caller's ``x-request-id`` where it is a plain one. Answers carry it."""
+"""Request ids: the caller's ``x-request-id`` if it is valid, else a random one. Answers carry it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def choose(given: str | None) -> str:
-    """The id of a request that says it is `given`."""
+    """Returns the id of a request whose header is `given`: `given` itself if it is valid, else a random id."""
     return given if given is not None and _PLAIN.fullmatch(given) else secrets.token_hex(16)
 
 
 class RequestId:
-    """ASGI middleware; the id is ``request.state.request_id``."""
+    """ASGI middleware that stores the id as ``request.state.request_id``."""
 
     def __init__(self, app: ASGIApp, on_answers: bool) -> None:
-        """`on_answers`: put the id on answers; not where a proxy in front does."""
+        """`on_answers`: whether to put the id on answers; False if a proxy in front does so."""
         self._app, self._on_answers = app, on_answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

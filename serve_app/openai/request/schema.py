@@ -1,6 +1,6 @@
-"""The fields a request may have. Types are strict: ``"5"`` and ``1.5`` are no token counts, ``true`` is no number.
+"""The fields of request bodies. Types are strict: ``"5"`` and ``1.5`` are not token counts, ``true`` is not a number.
 
-Fields not named here are ignored with one line in the log, but those that would change the answer are refused by name
+Unknown fields are ignored with one line in the log. Known but unsupported fields that would change the answer are refused
 (`REFUSED`).
 """
 
@@ -43,17 +43,17 @@ REFUSED = {
     "allowed_token_ids": "use logit_bias",
     "length_penalty": "sampling only",
 }
-"""Fields that mean something to other servers, and what to do here instead. Empty or false values are let through."""
+"""Fields that other servers support, and the alternative here. Empty or false values are accepted."""
 
 
 class RequestFields(BaseModel):
-    """A request body. `parse` is the only way in."""
+    """A request body. It is created by `parse` only."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
-        """The fields of `body`. Raises `ApiError` (400)."""
+        """Returns the fields of `body`. Raises `ApiError` (400)."""
         _refuse(body)
         unknown = sorted(set(body) - set(cls.model_fields) - set(REFUSED) - {"response_format", "tool_choice", "modalities"})
         if unknown:
@@ -69,11 +69,11 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Usage so far on every chunk."""
+    """Whether every chunk carries the usage so far."""
 
 
 class GenerationFields(RequestFields):
-    """What completions and chats have in common: sampling, stopping, and what is told about it."""
+    """The fields that completions and chats have in common: sampling, stopping, and the contents of the answer."""
 
     model: str | None = None
     stream: bool = False
@@ -84,7 +84,7 @@ class GenerationFields(RequestFields):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    """0 and -1: off."""
+    """Number of most likely tokens to sample from; 0 and -1 disable the limit."""
     min_p: Probability = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     presence_penalty: Penalty = 0.0
@@ -111,21 +111,21 @@ class GenerationFields(RequestFields):
 
 class CompletionFields(GenerationFields):
     prompt: str | list[Any]
-    """Its four shapes are told apart in `serve_app.openai.request.prompts`."""
+    """The prompt in one of four forms; `serve_app.openai.request.prompts` tells them apart."""
     echo: bool = False
     logprobs: NonNegative | None = None
     add_special_tokens: bool = True
 
 
 class ChatTemplateFields(RequestFields):
-    """How messages become a prompt."""
+    """The fields from which a chat template makes a prompt."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
-    """The template writes the start token itself."""
+    """False by default, since the template writes the start token itself."""
 
 
 class ChatFields(GenerationFields, ChatTemplateFields):

@@ -1,4 +1,4 @@
-"""What the operator decides about the endpoint."""
+"""The operator's settings of the endpoint."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ApiSettings(BaseModel):
-    """Limits and keys of the endpoint. With `api_keys`, ``/v1/…`` and the token routes want one as Bearer token."""
+    """Limits and keys of the endpoint. With `api_keys`, ``/v1/…`` and the token routes need one of them as a bearer token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 2**20
     max_choices: int = 256
-    """Prompts times ``n`` of one request."""
+    """Maximum number of prompts times ``n`` in one request."""
     max_logprobs: int = 20
-    """Most alternatives a caller may ask for per token."""
+    """Maximum number of alternatives per token that a caller may request."""
     request_id_on_answers: bool = True
-    """Not where a proxy in front puts ``x-request-id`` on them."""
+    """Whether the endpoint puts ``x-request-id`` on answers; False if a proxy in front does so."""
     retry_after_s: float = 1.0
-    """Told to callers who are refused for now, where the backend names no time."""
+    """Value of ``retry-after`` in seconds for temporary refusals, if the backend names no time."""

@@ -1,4 +1,4 @@
-"""A request's own time limit, in a header."""
+"""A request's own time limit, given in a header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HIDDEN = "x-shardwright-timeout-seconds"
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """Seconds, where the caller set a limit. Raises `ApiError`."""
+    """Returns the limit in seconds; None if the caller set none. Raises `ApiError`."""
     text = headers.get(_HEADER) or headers.get(_HIDDEN)
     if text is None:
         return None
@@ -27,7 +27,7 @@ def timeout_of(headers: Headers) -> float | None:
 
 
 def hide_timeout(headers: MutableHeaders) -> None:
-    """Keep the limit from Serve's proxy, which would break the answer off without a word when it passes."""
+    """Hide the limit from Serve's proxy, which would cut the answer off without an error when the time is over."""
     text = headers.get(_HEADER)
     if text is not None:
         del headers[_HEADER]

@@ -29,7 +29,7 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Answering:
-    """One job on its way. `observation` is closed here only for streams, which outlive the route."""
+    """One job in progress. `observation` is closed here only for streams, which outlive the route."""
 
     job: Job
     backend: Backend
@@ -37,7 +37,7 @@ class Answering:
     observation: Observation
 
     async def answer(self, receive: Receive) -> Response:
-        """The response. Raises `ApiError`, `BackendRefused` or `ClientGone` as long as no byte was sent."""
+        """Returns the response. Raises `ApiError`, `BackendRefused` or `ClientGone` before the first byte is sent."""
         deltas = self._deltas()
         if not self.job.stream:
             body = await while_connected(receive, self._whole(deltas))
@@ -77,7 +77,7 @@ class Answering:
         return held
 
     async def _events(self, held: list[Delta], deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. A failure is one error event; the end marker always comes last."""
+        """Yields the events of a stream. A failure is one error event; the end marker always comes last."""
         status = CLIENT_GONE
         try:
             async with aclosing(deltas):
@@ -116,7 +116,7 @@ class Answering:
 
 
 def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
-    """What the caller is told of a failure. Unexpected ones are logged, and told without their details."""
+    """Returns the error for the caller. An unexpected failure is logged, and its details are not sent."""
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, BackendRefused):
@@ -126,17 +126,17 @@ def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
 
 
 def sse(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + dumps(value) + b"\n\n"
 
 
 def dumps(value: Any) -> bytes:
-    """Strict JSON: raises `ValueError` rather than write NaN or infinity."""
+    """Returns strict JSON. Raises `ValueError` for NaN or infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Returns a JSON response."""
     return Response(dumps(value), status, headers, media_type="application/json")
 
 

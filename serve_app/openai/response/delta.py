@@ -1,4 +1,4 @@
-"""What one choice of an answer gains at a time. Streamed and whole answers are both made from these."""
+"""The increments (deltas) of one choice of an answer. Streamed and whole answers are both made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class TokenEntry:
-    """A token of the answer. `offset`: characters of the choice's text before it; `logprob` only where known."""
+    """A token of the answer. `offset`: number of characters of the choice's text before it; `logprob`: None if not known."""
 
     token: int
     offset: int
@@ -22,9 +22,9 @@ class TokenEntry:
 
 @dataclass
 class Delta:
-    """`entries` begin with the prompt's tokens where these are echoed; `generated` counts the others.
+    """One increment of a choice. `entries` begin with the prompt's tokens if these are echoed; `generated` counts the others.
 
-    `stop_reason`: the stop string or the extra stop token that ended the choice.
+    `stop_reason`: the stop string or the additional stop token that ended the choice.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Delta:
 
 
 def join(index: int, deltas: Iterable[Delta]) -> Delta:
-    """All that a choice gained, as one delta."""
+    """Returns all deltas of a choice, joined into one."""
     whole, texts = Delta(index), []
     for delta in deltas:
         texts.append(delta.text)

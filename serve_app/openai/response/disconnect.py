@@ -1,7 +1,7 @@
-"""Work that lasts no longer than its client.
+"""Work that is cancelled when its client disconnects.
 
-Servers cancel a handler when the client goes away only in some cases (streamed answers, mostly), so the connection is
-watched here, the same way for both kinds of answer.
+Servers cancel a handler on disconnection only in some cases (mostly for streamed answers), so the connection is watched here,
+in the same way for both kinds of answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled (and waited for) when the client goes: then raises `ClientGone`."""
+    """Returns the result of `work`. If the client disconnects, cancels `work`, waits for it and raises `ClientGone`."""
     task, watch = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -41,7 +41,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed when the client goes."""
+    """Server-sent events from a generator, which is closed when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -54,7 +54,7 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._send(send))
         except (ClientGone, OSError):
-            # Nobody is left to tell; the generator is closed and has counted it.
+            # No client is left to answer; the generator is closed and has counted the request.
             return
 
     async def _send(self, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""From the backend's events to deltas, for one choice and for several at once. Closing either cancels what still runs."""
+"""From the backend's events to deltas, for one choice and for several at once. Closing a generator cancels its running work."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from serve_app.openai.response.writer import Writer
 from serve_app.routing.backend import Backend
 
 _AHEAD = 64
-"""Deltas a choice may be ahead of a slow client."""
+"""Number of deltas that may be queued for a slow client."""
 
 
 async def follow(backend: Backend, request: GenerateRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
-    """The deltas of one choice, the last with `finish`. Raises `BackendRefused` or `ApiError`.
+    """Yields the deltas of one choice, the last one with `finish`. Raises `BackendRefused` or `ApiError`.
 
-    A stop string cancels the request before its delta is given out. A request that finished by itself is left to end
-    by itself, so that nothing takes it for cancelled.
+    A stop string cancels the request before its delta is yielded. A request that finished by itself is not closed early, so
+    that it does not count as cancelled.
     """
     last: TokenEvent | None = None
     done = False
@@ -41,7 +41,7 @@ async def follow(backend: Backend, request: GenerateRequest, writer: Writer) -> 
 
 
 def _broken_off(last: TokenEvent | None) -> ApiError:
-    """What went wrong with a request that did not come to a proper end."""
+    """Returns the error for a request that did not end properly."""
     if last is None or last.finish is None:
         return ApiError(500, "The engine ended the request without saying why.", code="engine_error")
     if last.finish == "deadline":
@@ -53,13 +53,13 @@ def _broken_off(last: TokenEvent | None) -> ApiError:
 
 @dataclass(frozen=True)
 class _Ended:
-    """A choice's stream ended, by `error` if there is one."""
+    """The end of a choice's stream, with its `error` if there is one."""
 
     error: Exception | None = None
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all `streams` as they come. The first failure of one cancels the others and is raised."""
+    """Yields the deltas of all `streams` as they arrive. The first failure cancels the other streams and is raised."""
     queue: asyncio.Queue[Delta | _Ended] = asyncio.Queue(_AHEAD)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(tasks)
@@ -90,7 +90,7 @@ async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta 
 
 
 async def started(deltas: AsyncGenerator[Delta, None], choices: int) -> list[Delta]:
-    """What came until every choice had its first event: from then on, no choice can be refused any more."""
+    """Returns the deltas up to the first event of every choice. From then on, no choice can be refused any more."""
     held: list[Delta] = []
     seen: set[int] = set()
     while len(seen) < choices:

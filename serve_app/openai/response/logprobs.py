@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two endpoints, always as finite numbers: JSON has no infinity."""
+"""Log-probabilities in the formats of the two endpoints, always as finite numbers: JSON has no infinity."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from serve_app.openai.response.delta import TokenEntry
 from serve_app.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
-"""Stands for minus infinity (a token that was masked out)."""
+"""Value used for minus infinity (a token that was masked out)."""
 
 
 def finite(logprob: float) -> float:
-    """A log-probability a strict JSON parser reads; rounding never makes it positive."""
+    """Returns a log-probability that a strict JSON parser can read. Rounding never makes it positive."""
     return FLOOR if math.isnan(logprob) else min(0.0, max(FLOOR, logprob))
 
 
 def label(tokenizer: Tokenizer | None, token: int) -> str:
-    """A token for people; ``token_id:N`` where there is no tokenizer."""
+    """Returns a readable token; ``token_id:N`` if there is no tokenizer."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_label(token)
 
 
 def completion(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
-    """The ``logprobs`` of a completion. Alternatives hold the `count` best tokens and the chosen one."""
+    """Returns the ``logprobs`` of a completion. The alternatives are the `count` most likely tokens and the chosen one."""
     return {
         "tokens": [label(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [None if entry.logprob is None else finite(entry.logprob.logprob) for entry in entries],
@@ -35,7 +35,8 @@ def completion(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count
 
 
 def chat(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
-    """The ``logprobs`` of a chat choice. Alternatives are exactly the `count` best tokens (fewer in a small vocabulary)."""
+    """Returns the ``logprobs`` of a chat choice. The alternatives are exactly the `count` most likely tokens (fewer in a small
+    vocabulary)."""
     content = []
     for entry in entries:
         if entry.logprob is not None:
@@ -45,17 +46,19 @@ def chat(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int)
 
 
 def prompt(tokenizer: Tokenizer | None, found: Sequence[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
-    """vLLM's ``prompt_logprobs``: for each prompt token, alternatives by token id; nothing for the first."""
+    """Returns the ``prompt_logprobs`` in vLLM's format: for each prompt token, the alternatives by token id; None for the
+    first."""
     return [None if entry is None else _ranked(tokenizer, entry, count) for entry in found]
 
 
 def best(logprob: TokenLogprob, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens, best first."""
+    """Returns the `count` most likely tokens with their log-probabilities, most likely first."""
     return sorted(logprob.top, key=lambda pair: (-finite(pair[1]), pair[0]))[:count]
 
 
 def _named(tokenizer: Tokenizer | None, logprob: TokenLogprob, count: int) -> dict[str, float]:
-    """By token text; where two tokens read alike, the less likely goes by its id, so that none is lost."""
+    """Returns the alternatives by token text. If two tokens have the same text, the less likely one is named by its id, so that
+    none is lost."""
     pairs = best(logprob, count)
     if logprob.token not in dict(pairs):
         pairs.append((logprob.token, logprob.logprob))

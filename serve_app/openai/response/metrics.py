@@ -12,13 +12,13 @@ from serve_app.openai.response.delta import Delta
 from serve_app.openai.response.response_builder import Job
 
 CLIENT_GONE = 499
-"""Status of requests whose client left; no answer was sent with it."""
+"""Status of requests whose client disconnected; no answer with this status is sent."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class Metrics:
-    """Counters and histograms; `begin` hands out the observer of one request."""
+    """Counters and histograms of the endpoint. `begin` returns the observer of one request."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -38,7 +38,7 @@ class Metrics:
         self.whole = self._histogram("request", "Arrival to end of the answer")
 
     def begin(self, endpoint: str) -> Observation:
-        """Start observing a request that arrives now."""
+        """Start to observe a request that arrives now."""
         return Observation(self, endpoint)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -48,7 +48,7 @@ class Metrics:
 
 
 class Observation:
-    """One request, from arrival to `close`."""
+    """The measurements of one request, from arrival to `close`."""
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self._metrics = metrics
@@ -60,11 +60,11 @@ class Observation:
         metrics.running.labels(endpoint).inc()
 
     def accepted(self, job: Job) -> None:
-        """Count the prompts, once the backend took them."""
+        """Count the prompts, once the backend has accepted them."""
         self._metrics.prompt_tokens.inc(sum(len(choice.prompt.ids) for choice in job.choices if choice.first))
 
     def delta(self, delta: Delta) -> None:
-        """Count what a choice gained."""
+        """Count the tokens of a delta, and observe the time to the first token (TTFT) and the time per output token (TPOT)."""
         metrics, now = self._metrics, time.monotonic()
         more = delta.cached_tokens - self._cached.get(delta.index, 0)
         if more > 0:
@@ -83,7 +83,7 @@ class Observation:
             metrics.choices.labels(self._endpoint, delta.finish).inc()
 
     def close(self, status: int) -> None:
-        """The request is over; only the first call counts."""
+        """Mark the request as ended. Only the first call counts."""
         if not self._open:
             return
         self._open = False
@@ -93,9 +93,9 @@ class Observation:
 
 
 def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]], whole: Mapping[str, float]) -> bytes:
-    """All metrics as Prometheus text, with the backend's gauges by replica, and those of the whole service.
+    """Returns all metrics as Prometheus text, with the backend's gauges by replica and those of the whole service.
 
-    A gauge called ``name:label=value`` has that label besides.
+    A gauge named ``name:label=value`` gets that label as well.
     """
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}

@@ -1,4 +1,4 @@
-"""How an answer looks: what the generic request loop needs of each endpoint."""
+"""The interface between the common request loop and the endpoints' response formats."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from serve_app.openai.response.writer import Writing
 
 
 class ResponseBuilder(Protocol):
-    """An endpoint's JSON. All objects lack ``usage``, which the loop adds."""
+    """The JSON of an endpoint. All objects lack ``usage``, which the request loop adds."""
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether tokens are told of, even while their text is held back."""
+        """Whether tokens are reported even while their text is held back."""
 
     def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
-        """Chunks that begin a choice's stream, before anything was generated."""
+        """Returns the chunks that begin a choice's stream, before anything was generated."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A chunk of a stream."""
+        """Returns a chunk of a stream."""
 
     def last(self) -> dict[str, Any]:
-        """The chunk without choices that carries the usage."""
+        """Returns the chunk without choices that carries the usage."""
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
-        """An answer that is not streamed."""
+        """Returns an answer that is not streamed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that passed every check: what to run, how to write it, and how to send it."""
+    """A request that has passed all checks: the choices to run, how to write them, and how to send them."""
 
     endpoint: str
     choices: list[ChoiceRequest]
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ResponseEnvelope:
-    """What every object of an answer starts with."""
+    """The fields at the beginning of every object of an answer."""
 
     id: str
     model: str

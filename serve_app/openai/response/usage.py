@@ -1,4 +1,4 @@
-"""Tokens used by an answer. A prompt is counted once, however many choices continue it."""
+"""Token usage of an answer. A prompt is counted once, however many choices continue it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_app.openai.response.delta import Delta
 
 
 class Usage:
-    """Counts as deltas come."""
+    """Counts the tokens of the deltas as they arrive."""
 
     def __init__(self, choices: Sequence[ChoiceRequest]) -> None:
         self._firsts = {choice.index for choice in choices if choice.first}
@@ -24,7 +24,7 @@ class Usage:
             self._cached[delta.index] = max(delta.cached_tokens, self._cached.get(delta.index, 0))
 
     def body(self) -> dict[str, Any]:
-        """The ``usage`` object."""
+        """Returns the ``usage`` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -1,10 +1,11 @@
-"""Token events of one choice become deltas of text: detokenised, searched for stop strings, echoed where asked for.
+"""Turns the token events of one choice into deltas of text: detokenised, searched for stop strings, with an echo if requested.
 
-Rules
-- Without a tokenizer there is no text; the tokens' ids are the answer.
+Rules:
+
+- Without a tokenizer there is no text; the token ids are the answer.
 - The token that ended the request is not shown as text, unless `include_stop` is set; it is counted.
-- A stop string is looked for in the text of tokens after the first `min_tokens`; it must lie wholly in that text.
-- Tokens that come after the one that completed a stop string are neither shown nor counted.
+- A stop string is searched for in the text of the tokens after the first `min_tokens`; it must lie wholly in that text.
+- Tokens after the one that completed a stop string are neither shown nor counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from serve_app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Writing:
-    """How a choice is written. `ends`: tokens that end an answer as the model means it, so are no `stop_reason`."""
+    """The options for writing a choice. `ends`: the model's own end tokens, which are not reported as `stop_reason`."""
 
     tokenizer: Tokenizer | None
     ends: tuple[int, ...] = ()
@@ -47,7 +48,7 @@ class Writer:
         self._generated = 0
 
     def write(self, event: TokenEvent) -> Delta:
-        """What `event` adds. A delta with `finish` is the last, even if more events come."""
+        """Returns the delta of `event`. A delta with `finish` is the last one, even if more events arrive."""
         delta = Delta(self._index, prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
         if not self._echoed and (event.tokens or event.finish or event.prompt_logprobs):
             self._echo(delta, event.prompt_logprobs)
@@ -86,7 +87,7 @@ class Writer:
             delta.stop_reason = event.stop_token
 
     def _echo(self, delta: Delta, logprobs: Sequence[TokenLogprob | None] | None) -> None:
-        """Begin with the prompt: its text as the caller wrote it, or what its ids stand for."""
+        """Begin with the prompt: its text as the caller wrote it, or the decoded text of its ids."""
         self._echoed = True
         whole = _Text(self._writing, ())
         starts, pieces = [], []
@@ -102,7 +103,7 @@ class Writer:
 
 
 class _Text:
-    """A detokeniser that counts; without a tokenizer, all text is empty."""
+    """A detokenizer that counts the characters. Without a tokenizer, all text is empty."""
 
     def __init__(self, writing: Writing, prompt: Sequence[int]) -> None:
         tokenizer = writing.tokenizer

@@ -1,4 +1,4 @@
-"""A request's fields that say how its text is written."""
+"""From request fields to the options for writing text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve_app.openai.response.writer import Writing
 
 
 def writing(model: ServedModel, fields: GenerationFields, echo: bool = False) -> Writing:
-    """How the choices of a request are written."""
+    """Returns the options for writing the choices of a request."""
     return Writing(
         tokenizer=model.tokenizer,
         ends=model.eos_token_ids,
