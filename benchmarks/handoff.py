@@ -112,7 +112,7 @@ def run_handoff(prefill: Connection, decode: Connection, length: int, name: str)
 def stats_of(side: Connection) -> dict[str, float]:
     side.send(("stats", b""))
     while isinstance(answer := side.recv(), bytes):
-        pass  # the last event of the hand-off, which has no more to say
+        pass  # the last event of the hand-off, which carries nothing more
     return answer
 
 

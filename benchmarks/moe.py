@@ -147,7 +147,7 @@ def skewed(spec: ModelSpec, layer: MixtureOfExperts) -> None:
     assert spec.moe is not None
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(8192, spec.hidden_size, generator=draw) @ layer.router.weight.T
-    rest = logits[:, :HOT].topk(spec.moe.top_k, -1).values[:, -1]  # the hot expert is chosen where it beats this one
+    rest = logits[:, :HOT].topk(spec.moe.top_k, -1).values[:, -1]  # the hot expert is chosen if its logit exceeds this one
     bias = torch.quantile(rest - logits[:, HOT], SKEW * spec.moe.top_k)
     assert layer.router.bias is not None
     layer.router.bias.zero_()

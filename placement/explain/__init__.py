@@ -1,1 +1,1 @@
-"""Explanations of layouts as text and drawings: the rank grid, one layer, traffic, memory and balance."""
+"""Layouts as text and drawings: the rank grid, one layer, traffic, memory and balance."""

@@ -1,4 +1,5 @@
-"""The hand-off map of two pools to read, and as plain values: copies per rank, and bytes per prompt token."""
+"""The text and JSON form of a KV hand-off map between two pools (prefill/decode disaggregation): copies per rank, bytes per
+token."""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ class HandoffExplanation:
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of the prompt's KV cache, each once."""
+        """Bytes of the prompt's KV cache, without duplicates."""
         return sequence_bytes(self.spec, self.tokens, self.dtype)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that all copies move: more than `prompt_bytes` where several decode ranks keep the same."""
+        """Bytes that all copies move: more than `prompt_bytes` if several decode ranks keep the same KV."""
         return sum(self.bytes_of(copy) for copy in self.copies)
 
     def bytes_of(self, copy: Copy) -> int:
         return copy.num_bytes(self.spec, self.dtype)
 
     def bytes_by_rank(self, end: str) -> dict[int, int]:
-        """Bytes by rank of one end, ``source`` or ``destination``; ranks without any are left out."""
+        """Returns the bytes by rank of one end, ``source`` or ``destination``. Ranks without any are left out."""
         found: Counter[int] = Counter()
         for copy in self.copies:
             found[getattr(copy, end)] += self.bytes_of(copy)
@@ -48,13 +49,14 @@ class HandoffExplanation:
 
 
 def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandoffExplanation:
-    """Explain the hand-off between two layouts that have passed `placement.legality.check`; pages of both hold as many
-    tokens."""
+    """Explain the hand-off between two layouts that have passed `placement.legality.check`. The KV pages of both have the same
+    number of tokens."""
     return HandoffExplanation(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
 
 
 def handoff_json(found: HandoffExplanation, name: str) -> dict[str, Any]:
-    """All of it as plain values; bytes are exact, those a token where they do not divide are floats."""
+    """Returns the explanation as plain values. Byte counts are exact; bytes per token are floats where they do not divide
+    evenly."""
     return {
         "model": name,
         "prefill": str(found.prefill),
@@ -72,7 +74,7 @@ def handoff_json(found: HandoffExplanation, name: str) -> dict[str, Any]:
 
 
 def handoff_text(found: HandoffExplanation, name: str) -> str:
-    """The report."""
+    """Returns the report."""
     sections = (_head(found, name), _copies(found), _ranks(found))
     return "\n\n".join("\n".join(section) for section in sections)
 
@@ -112,7 +114,7 @@ def _copies(found: HandoffExplanation) -> Iterator[str]:
 
 
 def _ranks(found: HandoffExplanation) -> Iterator[str]:
-    """How even the load is."""
+    """Yields the most loaded rank of each side, compared with the mean."""
     for what, end, layout in (("sends", "source", found.prefill), ("receives", "destination", found.decode)):
         moved = found.bytes_by_rank(end)
         most = max(moved, key=lambda rank: moved[rank])

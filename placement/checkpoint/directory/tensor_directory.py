@@ -19,8 +19,8 @@ from placement.ownership.shard import Shard
 from placement.ownership.shards import parameters, whole_model
 
 _AUXILIARY = re.compile(
-    r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints saved it all the same
-    r"|rope_(freqs|factors_long|factors_short)\.weight"  # GGUF: rope scaling, read by `placement.checkpoint.gguf.rope`
+    r"(.*\.)?rotary_emb\.inv_freq"  # Hugging Face: computed from the config; old checkpoints contain it nevertheless
+    r"|rope_(freqs|factors_long|factors_short)\.weight"  # GGUF: RoPE scaling, read by `placement.checkpoint.gguf.rope`
     r"|blk\.\d+\.attn_rot_embd\.weight"  # GGUF: old converters' copy of inv_freq
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -152,7 +152,7 @@ class _Reader:
         if kind is GGUFValueType.ARRAY:
             return self._array()
         value = self._number(_FORMATS[kind])
-        # The shortest decimal that is this float32: 1e-05, as config.json says, and not 9.999999747378752e-06.
+        # Use the shortest decimal of this float32: 1e-05, as in config.json, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
 
     def _array(self) -> list[Any] | LongArray:

@@ -63,7 +63,7 @@ def _qwen(config: HeaderFields, num_layers: int, experts: int, top_k: int, size:
     if step < 1:
         raise config.fault("decoder_sparse_step", "must be at least 1")
     dense = config.wholes("mlp_only_layers") or []
-    # 0 experts is a way to say that the model is dense. The spelling num_local_experts is one of transformers' own.
+    # 0 experts mean a dense model. transformers itself writes num_local_experts in some files.
     found = config.whole("num_experts", config.whole("num_local_experts", experts))
     return {
         "num_experts": found,
