@@ -45,7 +45,7 @@ def _many(count: int, what: str) -> str:
 
 
 def _drawing(cluster: ClusterSpec, free: Sequence[int]) -> Iterator[str]:
-    yield "what lies in what; ■ taken, □ free"
+    yield "topology; ■ taken, □ free"
     yield from _inside(cluster, free, list(range(len(cluster.nodes))), 0, "  ")
 
 

@@ -55,7 +55,7 @@ def _experts(moe: MoESpec, layout: Layout) -> str:
 
 def _groups(explained: Explanation) -> Iterator[str]:
     shared = {axis: found for axis, found in explained.groups.items() if len(found[0]) > 1}
-    yield "groups" if shared else "groups: none, a single rank talks to nobody"
+    yield "groups" if shared else "groups: none, with a single rank"
     wide = max((4, *map(len, shared)))
     for axis, found in shared.items():
         named = " ".join(f"[{' '.join(map(str, group))}]" for group in found[:_MOST_GROUPS])

@@ -119,7 +119,7 @@ def _ranks(found: HandoffExplanation) -> Iterator[str]:
         moved = found.bytes_by_rank(end)
         most = max(moved, key=lambda rank: moved[rank])
         idle = layout.world // layout.attn_dp - len(moved)
-        without = f"; {idle} of the DP rank's ranks have nothing to do" if idle else ""
+        without = f"; {idle} of the DP rank's ranks send or receive nothing" if idle else ""
         side = "prefill" if end == "source" else "decode"
         mean = found.moved_bytes / len(moved)
         yield f"{side} rank {most} {what} most: {size_text(moved[most])}, {moved[most] / mean:.2f}x the mean{without}"

@@ -113,9 +113,7 @@ def _since(application: dict[str, Any] | None) -> float | None:
 def _port(details: dict[str, Any], asked: int) -> int:
     found: int = (details.get("http_options") or {}).get("port", asked)
     if found != asked:
-        print(
-            f"Ray Serve runs on this cluster already, on port {found}: it stays there, whatever --port says.", file=sys.stderr
-        )
+        print(f"Ray Serve already runs on this cluster, on port {found}; --port has no effect.", file=sys.stderr)
     return found
 
 

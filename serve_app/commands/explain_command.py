@@ -105,7 +105,7 @@ def _pools(args: ExplainArgs) -> list[Layout]:
     if args.layout:
         raise LayoutError(f"--layout {args.layout!r} beside --prefill and --decode: each pool has a layout of its own")
     if (args.tokens, args.batch) != (1, 1):
-        raise LayoutError("--tokens and --batch describe a step; of a hand-off say the length of the prompt, with --context")
+        raise LayoutError("--tokens and --batch describe a step; for a hand-off, give the length of the prompt with --context")
     return [Layout.parse(text) for text in given.values()]
 
 

@@ -36,7 +36,7 @@ def run_render(args: RenderArgs) -> None:
     try:
         write(files, args.out)
     except OSError as error:
-        print(f"error: --out {args.out}: {error.strerror}: it must be a folder that can be made or written", file=sys.stderr)
+        print(f"error: --out {args.out}: {error.strerror}: it must be a folder that can be created or written", file=sys.stderr)
         raise SystemExit(2) from error
 
 
@@ -108,7 +108,7 @@ def _machine_of(args: RenderArgs, pool: str) -> Machine:
     if len(asked) < len(pairs):
         names = [name.strip() for name, _, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise LayoutError(f"--{pool}-machine {text!r} says {twice} {names.count(twice)} times: say it once")
+        raise LayoutError(f"--{pool}-machine {text!r} has {twice} {names.count(twice)} times: give it once")
     return _machine(RenderArgs.model_validate({**args.model_dump(exclude_unset=True), **asked}))
 
 
@@ -162,7 +162,7 @@ def _ray_up(args: RenderArgs, deployment: Deployment) -> dict[str, Any]:
         wanted = {**wanted, "project": args.project}
     missing = [f"--{name}" for name, value in wanted.items() if not value]
     if missing:
-        raise LayoutError(f"machines of {args.provider} want {', '.join(missing)}")
+        raise LayoutError(f"machines of {args.provider} need {', '.join(missing)}")
     place = {"region": args.region, "availability_zone": args.zone}
     place |= {"project_id": args.project} if args.provider == "gcp" else {}
     head = {"aws": "m7i.large", "gcp": "n2-standard-2"}[args.provider]

@@ -28,7 +28,7 @@ def run_role(replica: str, becomes: str, within_s: float, address: str | None, a
     match.
     """
     if becomes not in list(Role):
-        print(f"error: {becomes!r} is no role: it is {', '.join(Role)}", file=sys.stderr)
+        print(f"error: {becomes!r} is not a role; the roles are {', '.join(Role)}", file=sys.stderr)
         raise SystemExit(2)
     with connected(address):
         from cluster.replica.status import serve_details
@@ -48,7 +48,7 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
     try:
         ingress = _ingress(name)
     except RayServeException as error:
-        return f"nothing is served on this cluster: {error}"
+        return f"no application runs on this cluster: {error}"
     report: RoleReport | str = _call(ingress, "change_role", replica, becomes, within_s)
     ends, shown = time.monotonic() + within_s + _ANSWER_S, ""
     while isinstance(report, RoleReport) and report.becomes is not None and time.monotonic() < ends:

@@ -113,7 +113,7 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape 
     """Find errors before anything starts. The cluster's own limits are only known here if the cluster is this machine."""
     if shape is not None and (address is not None or args.device == "cuda"):
         with_ = "--address" if address is not None else "--device cuda"
-        raise LayoutError(f"--nodes embeds CPU nodes on this machine, which {with_} speaks against: give one of them")
+        raise LayoutError(f"--nodes embeds CPU nodes on this machine and cannot be combined with {with_}: give one of them")
     alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
     here = local.this_machine(pools.devices(args), shape) if alone else None
     served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)

@@ -88,4 +88,4 @@ def _download(model: str, wanted: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(wanted)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelError(f"{model}: no such folder or file, and the hub does not give it: {error}") from error
+        raise ModelError(f"{model}: no such folder or file, and the hub does not provide it: {error}") from error

@@ -69,7 +69,7 @@ class ServeArgs(ReplicaOptions):
             return given
         for old, new in RENAMED.items():
             if old in given and new not in given:
-                log.warning("%s is now called %s; the old name goes with the next version", old, new)
+                log.warning("%s is now called %s; the old name will be removed in the next version", old, new)
                 given = {new if name == old else name: value for name, value in given.items()}
         return {name: value for name, value in given.items() if (name, value) != ("disk_cache_bytes", None)}
 

@@ -70,7 +70,7 @@ class HandoffProbe:
                 async with asyncio.timeout(within_s):
                     await self._first.wait()
             except TimeoutError:
-                log.warning("whether prompts are handed off is not known after %g s", within_s)
+                log.warning("the hand-off probe has no result after %g s", within_s)
 
     async def run(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
         """Probe for as long as the process lives.
@@ -87,7 +87,7 @@ class HandoffProbe:
                     self._tried_at, self._is_suspect = time.monotonic(), False
                     self.set_verdict(await attempt())
             except Exception:
-                log.exception("whether prompts are handed off could not be tried")
+                log.exception("the hand-off probe failed")
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _is_due(self) -> bool:

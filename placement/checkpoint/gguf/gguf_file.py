@@ -158,7 +158,7 @@ class _Reader:
     def _array(self) -> list[Any] | LongArray:
         kind, length = GGUFValueType(self._number("<I")), self._number("<Q")
         if kind is GGUFValueType.ARRAY:
-            raise ValueError("arrays of arrays are not known")
+            raise ValueError("arrays of arrays are not supported")
         self._has_room(length, _LEAST_TEXT if kind is GGUFValueType.STRING else struct.calcsize(_FORMATS[kind]), "entries")
         if length <= _LONGEST or (self._long_arrays and kind is GGUFValueType.STRING):
             return [self._value(kind) for _ in range(length)]
