@@ -152,3 +152,18 @@ def test_things_have_the_name_that_the_field_gives_them(word: str) -> None:
         if whole.search(line) and ALLOWED.get(named(path)) != word
     ]
     assert found == []
+
+
+SUBJECTLESS = re.compile(r"(Of|That|Those|In which|Where|What|Which|With|As) ")
+
+
+def test_docstrings_are_sentences_with_a_subject() -> None:
+    """A docstring that begins with "Of" or "That of" is a riddle to whoever has not read the code."""
+    found = [
+        f"{named(path)}:{node.lineno} {node.name}: {text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and SUBJECTLESS.match(text := ast.get_docstring(node) or "")
+    ]
+    assert found == []
