@@ -17,9 +17,8 @@ from tests.support.models.tiny_models import TinyModel, tiny
 
 LAYOUTS = [
     "tp=2,pp=2,sp=true",
-    "cp=2",
-    "tp=4,dcp=2",
-    *long("", "tp=3", "tp=2,pp=2,cp=2,cp_style=allgather"),
+    "cp=2,tp=4,dcp=2",
+    *long("", "tp=3", "cp=2", "tp=2,pp=2,cp=2,cp_style=allgather"),
 ]
 WITH_EXPERTS = [
     ("qwen2_moe", "attn_dp=2,ep=2,redundant_experts=2,replicas=2"),
