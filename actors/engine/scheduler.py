@@ -168,7 +168,8 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenEvent]:
         """Apply the result of the oldest step in flight, and return its token events.
 
-        Raises `ResultMismatch` if the result does not belong to that step.
+        Raises `ResultMismatch` if the result is of another step, lacks a token that the plan samples, has one that it does
+        not sample, or has prompt logprobs outside the prompt.
         """
         if result.step != next(iter(self._in_flight), None):
             raise ResultMismatch(f"result of step {result.step}, steps in flight: {list(self._in_flight)}")

@@ -1,1 +1,1 @@
-"""KV blocks spilled to host memory and to disk, and fetched back."""
+"""KV offload: KV blocks spilled to host memory and to disk, and fetched back."""

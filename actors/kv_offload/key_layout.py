@@ -52,7 +52,11 @@ def unfinished(path: Path) -> Path:
 
 
 def files(own: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yields (time of last use in ns, size in bytes, path) of every part, and of every file that its writer has abandoned."""
+    """Yields (time of last use, size in bytes, path) of every file in the tier's folder `own` that counts towards its size.
+
+    These are the block parts, and unfinished files whose writer has not touched them for 600 s. The time is in ns since the
+    epoch. The order is arbitrary. Folders and files that cannot be read are skipped.
+    """
     for short in _folders(own, _SHORT):
         for block in _folders(short, _BLOCK):
             for entry in _entries(block):

@@ -207,10 +207,13 @@ class KVEndpoint:
             self._staging.release(expected.target.staged_at)
 
     def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, target: CopyTarget, peer_table: PageTable) -> Sending:
-        """Begin to send a copy, or a part of one, from the pages of `table` to the target that the peer has published.
+        """Begin to write a copy, or a part of one, to a connected peer, and return the write in progress.
 
-        Each part has its own place in the staging run of the whole copy. The values must have been computed. Raises
-        `StagingFullError` if the copy is to be staged and this side's buffer has no room; try again once another write is done.
+        The values are read from the pages of `table`, and must have been computed. `name` is that of the whole copy on the
+        peer. They go to the pages of `peer_table` if `target.staged_at` is None, else to this byte of the peer's staging
+        buffer; for a part, that is the first byte of the part. Raises `StagingFullError` if this side's staging buffer has no
+        room (try again once another write is done), `TransferError` if the write cannot begin, and `ValueError` for byte
+        ranges outside the pools.
         """
         tag = _Tag.of(name, copy, target.staged_at).pack()
         if target.staged_at is None:

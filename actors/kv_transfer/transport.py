@@ -37,7 +37,7 @@ class Ranges:
 
     @classmethod
     def single(cls, pool: int, offset: int, peer_pool: int, peer_offset: int, length: int) -> Ranges:
-        """Returns a single run of `length` bytes."""
+        """Returns one run: `length` bytes from byte `offset` of the writer's `pool` to byte `peer_offset` of `peer_pool`."""
         return cls(np.array([[pool, offset, peer_pool, peer_offset, length]], np.int64))
 
     def __len__(self) -> int:

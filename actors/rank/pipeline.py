@@ -1,4 +1,4 @@
-"""Communication of pipeline parallelism (PP): hidden states go from stage to stage, sampled tokens from the last stage to all.
+"""Communication of pipeline stages (pipeline parallelism, PP): hidden states to the next stage, sampled tokens to all stages.
 
     stage 0 ──hidden──→ stage 1 ──hidden──→ stage 2 (samples)
        ↑                   ↑ ───────tokens────── │

@@ -18,7 +18,10 @@ def discover(device: Device, pool: str = "") -> ClusterSpec:
 
 
 def available() -> Mapping[str, Mapping[str, float]]:
-    """Returns the free resources by node id. They lag behind the actual state by a fraction of a second."""
+    """Returns the free amount of each Ray resource (``CPU``, ``GPU``; ``memory`` in bytes) of every live node, by node id.
+
+    The amounts lag behind the actual state by a fraction of a second. Raises a Ray error if not connected.
+    """
     found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     return found
 

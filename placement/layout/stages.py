@@ -1,4 +1,4 @@
-"""Pipeline parallelism (PP): the default partition of layers into stages, which minimises the largest stage.
+"""Pipeline stages (pipeline parallelism, PP): the default partition of layers, which minimises the largest stage.
 
 The cost of a stage is the number of weights it reads for a step of one token: those of its layers, and on the last stage those
 of the LM head. The embedding is looked up, not read, so it costs no time, but the first stage must hold it. The criteria are,

@@ -77,7 +77,10 @@ def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
 
 
 def a_share_per_tp_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that `tp_shares` has one share per tp rank. Their sizes are free: each rank gets a head, a column and a row."""
+    """Checks that `tp_shares` has one share per tp rank.
+
+    Their sizes are free: the split gives each rank at least one query head, one MLP column and one vocabulary row.
+    """
     given = layout.tp_shares
     if given is not None and len(given) != layout.tp:
         yield "tp_shares", f"tp_shares={text_of(given)} names {len(given)} tp ranks, but tp={layout.tp}"

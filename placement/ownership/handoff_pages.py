@@ -38,7 +38,11 @@ class PageTable:
     pages: Sequence[int]
 
     def slot(self, position: int, own_pages: list[int]) -> int:
-        """Returns the slot of a position in the rank's pages. Raises `ValueError` if the position is beyond the last block."""
+        """Returns the slot of a position in the rank's cache: ``page * block_size + position % block_size``.
+
+        `own_pages` has this rank's pages of the sequence, in order (`Ownership.blocks` of `pages`). The rank must own the
+        position. Raises `ValueError` if the position is beyond the last block.
+        """
         block = position // self.ownership.block_size
         if block >= len(self.pages):
             raise ValueError(

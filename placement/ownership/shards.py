@@ -1,4 +1,4 @@
-"""Tensor-parallel (TP) and pipeline-parallel (PP) shards: which rank owns which slice of the model.
+"""Shards of tensor parallelism (TP) and pipeline parallelism (PP): which rank owns which tensor-parallel slice of the model.
 
 This file is the single source of truth: weight loading, KV sizes, memory estimates, transfers and drawings all use it.
 

@@ -32,10 +32,11 @@ _CONTEXT = "context_of_options"
 
 
 def admits(model: type[Args], leave_out: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command whose first parameter is a `model`: the command line has an option for each of its fields.
+    """Returns a decorator for a command whose first parameter is an instance of `model`, which it fills from the command line.
 
-    Fields in `leave_out` have none. The command's other parameters are options as typer makes them. Options that are not given
-    are not set in the value (`model_fields_set`). The command raises `pydantic.ValidationError` if a value is not valid.
+    The command line has an option for each field of `model` that is not in `leave_out`, and an argument for a field ``model``.
+    The command's other parameters are options as typer makes them. Options that are not given are not set in the instance
+    (`model_fields_set`). The decorated command raises `pydantic.ValidationError` if a value is not valid.
     """
     fields = {name: field for name, field in model.model_fields.items() if name not in leave_out}
 

@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "model/checkpoint": "Loads one rank's slices of a checkpoint into its parameters.",
         "model": "The model of one rank: one pipeline stage of the decoder, built from the model's spec and the rank's shard.",
         "kv_transfer": "KV cache from rank to rank of unlike layouts: the KV connector of prefill/decode disaggregation.",
-        "kv_offload": "KV blocks spilled to host memory and to disk, and fetched back.",
+        "kv_offload": "KV offload: KV blocks spilled to host memory and to disk, and fetched back.",
         "engine/kv": "The block manager: allocation and reference counts of KV blocks, and the hashes of the prefix cache.",
         "engine/link": "The links between an engine and its ranks, and from engines to the ingress, over ZeroMQ.",
         "engine/sequences": "The requests in an engine: the waiting queue, tenant fairness, sequences, and token events.",

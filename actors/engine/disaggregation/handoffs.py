@@ -106,10 +106,10 @@ class Handoffs:
         return {name: orders for name, orders in updates.items() if orders}
 
     def poll(self, tickets: Iterable[str], now: float) -> TransferChanges:
-        """Give up late transfers, and send due heartbeats.
+        """Give up late transfers. Returns their sequences, which this engine must compute itself, and the heartbeats now due.
 
-        `tickets` holds the ids of the tickets whose prompts this engine has not computed yet. Call this between two steps, or
-        while none is in flight.
+        `tickets` holds the ids of the tickets whose prompts this engine has not computed yet. `now` is in seconds on the
+        engine's clock. Call this between two steps, or while none is in flight.
         """
         late = self.decode_transfers.expired(now)
         for transfer in late:

@@ -39,7 +39,7 @@ def next_token(state: int, vocab_size: int) -> int:
 
 
 def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
-    """Return the `count` tokens that the model generates after `prompt`, run alone and uncached."""
+    """Return the `count` tokens that the simulated model (a hash of the history) generates after `prompt`, run alone."""
     state = 0
     for token in prompt:
         state = state_after(state, token)

@@ -12,7 +12,10 @@ class ResultMismatch(RuntimeError):
 
 
 def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenEvent:
-    """Return the event for a newly sampled token."""
+    """Return the event that reports the newly sampled `token` of a sequence, with its `logprobs` (empty unless requested).
+
+    The first event of a sequence that asked for prompt logprobs carries them, and this call marks them as sent.
+    """
     return TokenEvent(
         request_id=sequence.request.request_id,
         tokens=[token],

@@ -1,4 +1,4 @@
-"""Tensor-parallel (TP) layers of a dense transformer, on one rank's slice of the weights.
+"""Tensor parallelism (TP): the layers of a dense transformer, on one rank's slice of the weights.
 
 A layer receives its parameters and, in each step, its region; it depends on nothing else. Column-parallel layers split their
 outputs, row-parallel ones split their inputs and sum over the ranks. The region implements the collectives (`regions.py`)::

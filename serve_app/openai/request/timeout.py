@@ -13,7 +13,10 @@ _HIDDEN = "x-shardwright-timeout-seconds"
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """Returns the limit in seconds; None if the caller set none. Raises `ApiError`."""
+    """Returns the time limit of a request, in seconds, from its header ``x-request-timeout-seconds``; None if it has none.
+
+    Raises `ApiError` (400) if the header is not a positive, finite number.
+    """
     text = headers.get(_HEADER) or headers.get(_HIDDEN)
     if text is None:
         return None
