@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 
+import psutil
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from actors.kv_transfer.nixl_transport import NixlTransport, is_installed, nixl_
 from actors.kv_transfer.transport import Ranges, TransferError
 from tests.support.kv.transfer_cases import OVER_NIXL, Case, read_over_nixl, write_over_nixl
 from tests.support.long_cases import long
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 
@@ -158,6 +160,7 @@ def test_a_peer_that_is_stopped_holds_up_nobody() -> None:
         pipes[2][0].send([_receive(pipe) for pipe, _ in pipes[:2]])
         assert _receive(pipes[2][0]) == "both are reached"
         os.kill(readers[0].pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(readers[0].pid).status() == psutil.STATUS_STOPPED, _WAIT_S, lambda: "it runs on")
         pipes[2][0].send("stopped")
         result, slowest_s = _receive(pipes[2][0])
         assert result == {"stopped": False, "other": True, "other, later": True}
