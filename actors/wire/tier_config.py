@@ -30,6 +30,8 @@ class TierConfig(TierOptions):
     found.
     """
 
+    model_config = ConfigDict(title="TierConfig")
+
     model_digest: str
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from actors.engine.config.options import EngineLimits
 from actors.wire.rank_config import Device
@@ -31,6 +31,8 @@ class ReplicaSettings(ReplicaOptions, EngineLimits):
 
     If `kv_bytes` is None, the free memory of the device determines the size of the KV cache.
     """
+
+    model_config = ConfigDict(title="ReplicaSettings")
 
     model_path: str
     spec: ModelSpec

@@ -30,9 +30,10 @@ class ErrorReport:
 def report_of(error: BaseException) -> ErrorReport | None:
     """Returns the report of a `ReportedError`, or None for any other error.
 
-    An error that wraps a `ReportedError` from another process as its `cause` attribute (Ray's task errors do) counts as one.
+    An error that wraps a `ReportedError` from another process as its `cause` attribute (Ray's task errors do), however deep,
+    counts as one.
     """
-    for each in (getattr(error, "cause", None), error):
-        if isinstance(each, ReportedError):
-            return ErrorReport(each.code, str(each))
-    return None
+    found: BaseException | None = error
+    while isinstance(cause := getattr(found, "cause", None), BaseException):
+        found = cause
+    return next((ErrorReport(each.code, str(each)) for each in (found, error) if isinstance(each, ReportedError)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,12 +17,12 @@ from placement.cost.memory import rank_memories
 from placement.layout.layout import Layout, LayoutError
 from placement.legality.check import require
 from placement.nodes.fleet import Machine, fleet
-from placement.ownership.handoff import Side, holdings
 from serve_app.commands.render_args import RenderArgs
 from serve_app.commands.render_text import Files, text_of, write
 from serve_app.deployment.catalog import resolve
 from serve_app.deployment.deployment_names import IMPORT_PATH, INGRESS, POOL_OF
 from serve_app.deployment.pools import layouts as layouts_of
+from serve_app.deployment.pools import service
 
 _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 
@@ -46,14 +47,23 @@ def render(args: RenderArgs) -> Files:
     spec = header.read(resolve(args.model, header_only=True).path)
     for layout in layouts.values():
         require(layout, spec)  # before the machines, whose number is computed for a legal layout
-        if _in_pools(args):
-            holdings(spec, Side(layout))  # raises if the model's KV cannot be handed off
+    _check_paths(args)
+    service(args, args.device, header_only=True)  # raises what `serve` would raise on the machines
     deployment = deployment_of(args)
     for pool in deployment.pools:
         require(pool.layout, spec, pool.fleet.cluster)
         if args.target == "kuberay":
             pool.fleet.require_memory(sum(rank.weight_bytes for rank in rank_memories(spec, pool.layout)))
     return files_of(args, deployment)
+
+
+def _check_paths(args: RenderArgs) -> None:
+    """Raises `LayoutError` for a path that means nothing on the machines, or that the target decides."""
+    for name, path in (("disk_cache", args.disk_cache), ("api_keys_file", args.api_keys_file)):
+        if path is not None and not Path(path).is_absolute():
+            raise LayoutError(f"{name}={str(path)!r} is for other machines: give an absolute path")
+    if args.target == "kuberay" and args.api_keys_file is not None:
+        raise LayoutError("api_keys_file cannot be rendered for kuberay, which mounts a secret with the keys: leave it out")
 
 
 def deployment_of(args: RenderArgs) -> Deployment:

@@ -69,10 +69,12 @@ def devices(args: ServeArgs) -> int:
     return sum(layout.devices for layout in layouts(args).values())
 
 
-def service(args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None) -> Service:
+def service(
+    args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, header_only: bool = False
+) -> Service:
     """Returns the service that `args` describe. Reads only the model's headers. Raises `ModelError` or `LayoutError`."""
     each = _each(args)
-    found = {name: replica_settings(pool, device, cluster, devices(args)) for name, pool in each.items()}
+    found = {name: replica_settings(pool, device, cluster, devices(args), header_only) for name, pool in each.items()}
     _check_required(args, len(found))
     if not _pools(args):
         return Service(found)

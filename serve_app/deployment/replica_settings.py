@@ -22,13 +22,18 @@ from serve_app.deployment.settings import ServeArgs
 
 
 def replica_settings(
-    args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, devices: int | None = None
+    args: ServeArgs,
+    device: Literal["cpu", "cuda"],
+    cluster: ClusterSpec | None = None,
+    devices: int | None = None,
+    header_only: bool = False,
 ) -> ReplicaSettings:
     """Returns the settings of one replica. Reads only the model's headers. Raises `ModelError` or `LayoutError`.
 
-    `devices`: number of ranks that share the cluster, if there are more than those of the layout.
+    `devices`: number of ranks that share the cluster, if there are more than those of the layout. `header_only`: whether the
+    model may lack its weights here, because other machines load them.
     """
-    files = resolve(args.model)
+    files = resolve(args.model, header_only=header_only)
     spec = checkpoint_header.read(files.path)
     layout = Layout.parse(args.layout)
     _require(args, spec, layout, cluster)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.options import EngineLimits, Seconds
@@ -85,6 +83,8 @@ class EngineConfig(EngineLimits):
     `micro_batch_tokens`, `prefix_cache` and `overdue_after_s` are tuned values, not options: tests and benchmarks vary them.
     """
 
+    model_config = ConfigDict(title="EngineConfig")
+
     num_blocks: PositiveInt
     """Number of KV blocks of one rank."""
     kv_owners: PositiveInt = 1
@@ -139,12 +139,3 @@ class EngineConfig(EngineLimits):
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks needed for `tokens` tokens."""
         return -(-tokens // self.block_size)
-
-    @model_validator(mode="after")
-    def _every_running_sequence_fits_a_step(self) -> Self:
-        if self.max_sequences > self.max_batch_tokens:
-            raise ValueError(
-                f"max_sequences={self.max_sequences} exceeds max_batch_tokens={self.max_batch_tokens}: a step must have room "
-                f"for one token of every running sequence; use max_batch_tokens >= {self.max_sequences}"
-            )
-        return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from placement.model.bounds import PositiveInt
 
@@ -21,7 +21,7 @@ class EngineOptions(BaseModel):
 
     max_batch_tokens: PositiveInt = 2048
     """Maximum number of tokens that one step runs on each attn_dp rank."""
-    max_sequences: PositiveInt = 64
+    max_sequences: Annotated[PositiveInt, Field(validate_default=True)] = 64
     """Maximum number of sequences that run at once on each attn_dp rank."""
     max_waiting: PositiveInt = 1024
     """Maximum number of waiting requests; further requests are refused (HTTP 429)."""
@@ -31,6 +31,17 @@ class EngineOptions(BaseModel):
     """Maximum number of steps sent to the ranks before the oldest result is back; default: pipeline stages plus one."""
     step_timeout_s: Seconds = 60.0
     """Seconds after which a step counts as stuck and its ranks are restarted."""
+
+    @field_validator("max_sequences")
+    @classmethod
+    def _every_running_sequence_fits_a_step(cls, count: int, info: ValidationInfo) -> int:
+        budget = info.data.get("max_batch_tokens", count)
+        if count > budget:
+            raise ValueError(
+                f"max_sequences={count} exceeds max_batch_tokens={budget}: a step must have room for one token of every "
+                f"running sequence; use max_batch_tokens >= {count}"
+            )
+        return count
 
 
 class EngineLimits(EngineOptions):
