@@ -13,9 +13,11 @@ from placement.ownership.shards import whole_model
 
 
 def read(path: str | Path) -> ModelSpec:
-    """Returns the model in a Hugging Face folder (with a ``config.json``) or in a GGUF file.
+    """Returns the specification of the model in a Hugging Face folder (with a ``config.json``) or in a GGUF file; no weight is
+    read.
 
-    Raises `ModelError`, which names the file and the field at fault.
+    Raises `ModelError`, which names the file and the field at fault, if there is no model at `path`, or if it is damaged,
+    incomplete or not supported; `OSError` if a GGUF file cannot be opened.
     """
     path = Path(path)
     if path.is_dir():
@@ -28,7 +30,8 @@ def read(path: str | Path) -> ModelSpec:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the weights at `path` are safetensors; False means GGUF. Raises `ModelError` if they are neither."""
+    """Whether the weights at `path` are safetensors (any folder, or a ``.safetensors`` file); False means a GGUF file. Raises
+    `ModelError` if nothing is at `path`, or another kind of file, and `OSError` if that file cannot be opened."""
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     if path.is_dir() or path.suffix == ".safetensors":
@@ -42,7 +45,9 @@ def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
     """Returns the tensors of a Hugging Face folder, a ``.safetensors`` file or a GGUF file, after a check that all data is
     present.
 
-    Raises `ModelError`, which names the file at fault.
+    `spec` is the model in the checkpoint; only the names of GGUF tensors depend on it. Raises `ModelError`, which names the
+    file at fault, if `path` is not a checkpoint, if weights are absent (`AbsentWeights`), or if a file is damaged or
+    incomplete.
     """
     if is_safetensors(path):
         return safetensors_file.read_directory(path)
@@ -50,8 +55,9 @@ def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
 
 
 def check_tensors(path: Path, spec: ModelSpec) -> None:
-    """Check that the checkpoint at `path` is complete and has exactly the tensors that the ranks of `spec` need.
+    """Check that the checkpoint at `path` is complete and has exactly the tensors that the ranks of `spec` need together.
 
-    Raises `ModelError`, which names the file and the tensor at fault.
+    Raises `ModelError`, which names the file and the tensor at fault, if files or tensors are absent, damaged, unexpected, of a
+    type that cannot be read, or of the wrong shape.
     """
     check(read_tensors(path, spec), spec, whole_model(spec))

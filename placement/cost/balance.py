@@ -32,7 +32,7 @@ class Balance:
 
 
 def balance(spec: ModelSpec, layout: Layout) -> Balance:
-    """Returns the load balance of one replica."""
+    """Returns the load balance over the ranks of one replica. The layout must have passed `placement.legality.check`."""
     all_coords = [coords_of(layout, rank) for rank in range(layout.world)]
     work = tuple(weights_read(spec, shard(spec, layout, coords)) for coords in all_coords)
     shares = layout.tp_shares or (1.0,) * layout.tp
@@ -42,9 +42,10 @@ def balance(spec: ModelSpec, layout: Layout) -> Balance:
 
 
 def weights_read(spec: ModelSpec, own: Shard) -> int:
-    """Returns the number of weight elements that a rank reads for a step of one token.
+    """Returns the number of weight elements that the rank with the shard `own` reads for a step of one token.
 
-    Padding rows count. Experts count by the expected number that the token is routed to, all experts being equally likely.
+    Padding rows count. Experts count by the expected number that the token is routed to, all experts being equally likely. An
+    embedding that is only looked up does not count.
     """
     rows = {row.name: _read(spec, row) for row in parameters(spec, own)}
     looked_up = rows.pop("embed.weight", 0)
@@ -58,7 +59,8 @@ def _read(spec: ModelSpec, row: Parameter) -> int:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Returns the fraction of time that a pipeline stage idles: ``(P-1) / (M+P-1)`` (Huang et al. 2019, GPipe, section 2.3).
+    """Returns the fraction of time, 0 to 1, that each of `stages` pipeline stages idles with `micro_batches` micro-batches in
+    flight: ``(P-1) / (M+P-1)`` (Huang et al. 2019, GPipe, section 2.3).
 
     With four stages and five micro-batches, a stage works in 5 of 8 time slots::
 

@@ -28,30 +28,39 @@ class TrafficEntry:
 
 
 def all_reduce(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns an all-reduce of a tensor of `tensor_bytes` over `size` ranks."""
+    """Returns the traffic entry of one rank for all-reduces of a tensor of `tensor_bytes` bytes. `where` names the region of
+    the forward pass, `axis` the process group, `size` its number of ranks; `calls` is the number of equal calls."""
     return TrafficEntry(where, "all_reduce", axis, size, calls, tensor_bytes, wire.all_reduce_bytes(tensor_bytes, size))
 
 
 def all_gather(where: str, axis: str, size: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns an all-gather to which this rank contributes `own_bytes`."""
+    """Returns the traffic entry of one rank for all-gathers to which it contributes `own_bytes` bytes each. `where` names the
+    region of the forward pass, `axis` the process group, `size` its number of ranks; `calls` is the number of equal calls."""
     return TrafficEntry(where, "all_gather", axis, size, calls, own_bytes, wire.all_gather_bytes(own_bytes, size))
 
 
 def reduce_scatter(where: str, axis: str, size: int, tensor_bytes: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns a reduce-scatter of a tensor of `tensor_bytes`, of which this rank keeps `own_bytes`."""
+    """Returns the traffic entry of one rank for reduce-scatters of a tensor of `tensor_bytes` bytes, of which it keeps
+    `own_bytes`. `where` names the region of the forward pass, `axis` the process group, `size` its number of ranks; `calls` is
+    the number of equal calls."""
     return TrafficEntry(where, "reduce_scatter", axis, size, calls, tensor_bytes, wire.scatter_bytes(tensor_bytes, own_bytes))
 
 
 def all_to_all(where: str, axis: str, size: int, tensor_bytes: int, own_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns an all-to-all that splits `tensor_bytes` over the ranks; this rank keeps `own_bytes` of its own tensor."""
+    """Returns the traffic entry of one rank for all-to-alls that split its tensor of `tensor_bytes` bytes over the ranks;
+    `own_bytes` of them stay with itself. `where` names the region of the forward pass, `axis` the process group, `size` its
+    number of ranks; `calls` is the number of equal calls."""
     return TrafficEntry(where, "all_to_all", axis, size, calls, tensor_bytes, wire.scatter_bytes(tensor_bytes, own_bytes))
 
 
 def send(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns a send of a tensor to one peer, in a group of `size` ranks."""
+    """Returns the traffic entry of one rank for sends of a tensor of `tensor_bytes` bytes to one peer each. `where` names the
+    region of the forward pass, `axis` the process group, `size` its number of ranks; `calls` is the number of equal calls."""
     return TrafficEntry(where, "send", axis, size, calls, tensor_bytes, tensor_bytes)
 
 
 def recv(where: str, axis: str, size: int, tensor_bytes: int, calls: int = 1) -> TrafficEntry:
-    """Returns a receive of a tensor from one peer. Its wire bytes are 0, since the sender counts them."""
+    """Returns the traffic entry of one rank for receives of a tensor of `tensor_bytes` bytes from one peer each. Its wire bytes
+    are 0, since the sender counts them. `where` names the region of the forward pass, `axis` the process group, `size` its
+    number of ranks; `calls` is the number of equal calls."""
     return TrafficEntry(where, "recv", axis, size, calls, tensor_bytes, 0)

@@ -49,6 +49,7 @@ class _Step:
 
     @property
     def kind(self) -> AttentionKind:
+        """The attention kind at `index`."""
         return self.spec.kinds[self.index]
 
     @property
@@ -112,7 +113,9 @@ class _Step:
 
 
 def context(spec: ModelSpec, layout: Layout, coords: Coords, own: Shard, step: StepShape) -> Iterator[TrafficEntry]:
-    """Yields every context-parallel collective of one rank in one step: kind by kind, and in execution order for each kind."""
+    """Yields every context-parallel (cp, dcp) collective of one rank in one step: kind by kind of attention, and in execution
+    order for each kind. `coords` and `own` are the rank's coordinates and shard; `step` has the rows of its DP rank only.
+    Yields nothing if ``cp * dcp`` is 1."""
     if layout.kv_owners == 1:
         return
     for index, kind in enumerate(spec.kinds):

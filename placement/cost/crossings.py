@@ -50,9 +50,11 @@ class LinkLoad:
 def link_loads(
     spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec, node_of_rank: Sequence[int]
 ) -> list[LinkLoad]:
-    """Returns all traffic of one replica between nodes in a step, by link and region.
+    """Returns all traffic of one replica between nodes in a step, by link and region of the forward pass; traffic inside a node
+    is left out.
 
-    `node_of_rank` has the node index of each world rank; it may split tp groups.
+    `step` has the rows of all DP ranks. `node_of_rank` has the index into ``cluster.nodes`` of each world rank; it may split tp
+    groups.
     """
     sent: Counter[tuple[int, int, str, str]] = Counter()
     calls: Counter[tuple[int, int, str, str]] = Counter()
@@ -72,7 +74,8 @@ def link_loads(
 
 
 def busiest_seconds(loads: Sequence[LinkLoad]) -> float:
-    """Returns the time of the busiest link, a lower bound of what a step spends on communication; 0 if there is no traffic."""
+    """Returns the time in seconds that the busiest link (one direction) needs for `loads`, a lower bound of what a step spends
+    on communication; 0 if there are no loads."""
     by_link: Counter[tuple[int, int]] = Counter()
     for load in loads:
         by_link[load.source, load.target] += load.seconds  # type: ignore[assignment]
@@ -80,7 +83,8 @@ def busiest_seconds(loads: Sequence[LinkLoad]) -> float:
 
 
 def crossing_lines(cluster: ClusterSpec, loads: Sequence[LinkLoad], only_slow: bool = False) -> Iterator[str]:
-    """Yields one line of text for each link and region; slow links are marked."""
+    """Yields one line of text for each of `loads`, the traffic of one link and region: its nodes, bytes, calls and time. Slow
+    links are marked; with `only_slow` the others are left out."""
     for load in loads:
         if load.slow or not only_slow:
             a, b = cluster.nodes[load.source].name, cluster.nodes[load.target].name
@@ -91,18 +95,18 @@ def crossing_lines(cluster: ClusterSpec, loads: Sequence[LinkLoad], only_slow: b
 
 
 def nodes_of_ranks(layout: Layout, assignment: BundleAssignment) -> list[int]:
-    """Returns the node index of every world rank."""
+    """Returns the index into ``ClusterSpec.nodes`` of the node of each world rank of one replica."""
     return [assignment.node_of_rank(layout, rank) for rank in range(layout.world)]
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """Returns a network bandwidth as text in bits: ``200 Mbit/s``, ``10 Gbit/s``."""
+    """Returns a network bandwidth, given in bytes per second, as text in bits: ``200 Mbit/s``, ``10 Gbit/s``."""
     bits = 8 * bytes_per_s
     return f"{bits / 1e9:,.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:,.3g} Mbit/s"
 
 
 def time_text(seconds: float) -> str:
-    """Returns a time as text in a suitable unit: ``48 ms``, ``20 µs`` or ``1.2 s``."""
+    """Returns a time, given in seconds, as text in a suitable unit: ``48 ms``, ``20 µs`` or ``1.2 s``."""
     scale, unit = next(
         ((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale),
         (1e-6, "µs"),

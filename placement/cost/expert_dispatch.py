@@ -21,20 +21,23 @@ from placement.experts.expert_map import ExpertMap
 
 
 def destination_chances(num_experts: int, top_k: int, per_rank: Sequence[int]) -> list[float]:
-    """Returns, for each rank, the probability that a token is sent to it; `per_rank` has the number of experts of each rank.
+    """Returns, for each rank, the probability that a token is sent to it, if the token selects `top_k` of `num_experts` experts
+    uniformly.
 
-    No expert has copies. `chances_with_copies` is the general case.
+    `per_rank` has the number of experts of each rank. No expert has copies; `chances_with_copies` is the general case.
     """
     whole = comb(num_experts, top_k)
     return [1 - comb(num_experts - own, top_k) / whole for own in per_rank]
 
 
 def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float]:
-    """Returns, for each rank, the probability that a token is sent to it in a layer of an expert map with redundant experts.
+    """Returns, for each rank, the probability that a token is sent to it in one layer of the expert map `placed`, with
+    redundant experts.
 
-    The copies of an expert are used round robin, and independently of those of another expert. A rank receives nothing if each
-    of the token's experts uses a copy elsewhere. The probability of that is the mean, over all sets of `top_k` experts, of the
-    product of their probabilities: an elementary symmetric polynomial divided by ``C(E, top_k)``.
+    A token selects `top_k` experts uniformly. The copies of an expert are used round robin, and independently of those of
+    another expert. A rank receives nothing if each of the token's experts uses a copy elsewhere. The probability of that is the
+    mean, over all sets of `top_k` experts, of the product of their probabilities: an elementary symmetric polynomial divided by
+    ``C(E, top_k)``.
     """
     missed = np.ones((placed.num_ranks, placed.num_experts))
     for expert, holders in enumerate(placed.holders[layer]):
@@ -51,18 +54,23 @@ def chances_with_copies(placed: ExpertMap, layer: int, top_k: int) -> list[float
 
 
 def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
-    """Returns the expected number of ranks that a token is sent to (`u` above) if experts are split evenly over the ranks."""
+    """Returns the expected number of distinct ranks that a token is sent to if it selects `top_k` of `num_experts` experts
+    uniformly, and the experts are split as evenly as possible over `ranks` ranks."""
     return sum(destination_chances(num_experts, top_k, [len(range(rank, num_experts, ranks)) for rank in range(ranks)]))
 
 
 def rows_dispatched(own_tokens: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """Returns the expected number of rows that each rank sends to other ranks in one layer; as many results return.
+    """Returns, for each rank, the expected number of rows (one per token and destination) that it sends to other ranks in one
+    layer; the same number of result rows returns to it.
 
-    `own_tokens` has the number of tokens that each rank contributes, `chances` the probabilities of `destination_chances`.
+    `own_tokens` has the number of tokens that each rank contributes, `chances` the probability that a token is sent to each
+    rank (`destination_chances`).
     """
     return [tokens * (sum(chances) - chances[rank]) for rank, tokens in enumerate(own_tokens)]
 
 
 def rows_received(own_tokens: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """Returns the expected number of rows that each rank runs its experts on, including rows of its own tokens."""
+    """Returns, for each rank, the expected number of rows that it runs its experts on in one layer, including rows of its own
+    tokens. `own_tokens` has the number of tokens that each rank contributes, `chances` the probability that a token is sent to
+    each rank (`destination_chances`)."""
     return [sum(own_tokens) * chance for chance in chances]

@@ -31,9 +31,12 @@ CALLS_BYTES = 256 * 1024
 
 
 def mode(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, element_bytes: int) -> Mode:
-    """Returns the dispatch mode of a step, given the new tokens of its rows on each DP rank.
+    """Returns how tokens reach their experts in a step: ``sum`` (all-reduce of partial results), ``gather`` (all-gather,
+    reduce-scatter) or ``a2a`` (all-to-all).
 
-    The mode depends on the step plan alone, so all ranks agree.
+    `new_lens_across_dp` has the number of new tokens of each row, per DP rank; `element_bytes` is the size of an element of a
+    hidden state. ``layout.dispatch`` may force ``a2a`` or exclude it. The mode depends on the step plan alone, so all ranks
+    agree. `spec` must be an MoE model.
     """
     adds_up = layout.ep * layout.moe_tp == layout.tp and not any(
         expert_tokens.num_common(lens, layout.cp) for lens in new_lens_across_dp
@@ -47,7 +50,8 @@ def mode(spec: ModelSpec, layout: Layout, new_lens_across_dp: NewLensAcrossDP, e
 
 @lru_cache(maxsize=64)
 def chances(spec: ModelSpec, layout: Layout) -> list[float]:
-    """Returns, for each ep rank, the probability that it holds at least one expert of a token."""
+    """Returns, for each ep rank, the probability that it holds at least one expert of a token, if all experts are equally
+    likely. The results are cached. Raises `AssertionError` if the model has no experts."""
     assert spec.moe is not None
     placed = map_of(spec.moe, layout)
     if layout.redundant_experts:
@@ -56,7 +60,8 @@ def chances(spec: ModelSpec, layout: Layout) -> list[float]:
 
 
 def extra_bytes(spec: ModelSpec) -> int:
-    """Returns the bytes sent with a token's row in ``a2a``: the weight (fp32) and the id (int32) of each of its experts."""
+    """Returns the bytes sent with a token's row in ``a2a``: the weight (fp32) and the id (int32) of each of its `top_k`
+    experts. Raises `AssertionError` if the model has no experts."""
     assert spec.moe is not None
     return 8 * spec.moe.top_k
 

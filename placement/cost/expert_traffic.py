@@ -57,60 +57,68 @@ class DispatchTraffic:
 
     @cached_property
     def mode(self) -> expert_modes.Mode:
+        """How tokens reach their experts in this step (`expert_modes.mode`); ``sum``, that is no dispatch, for a dense
+        model."""
         if self.spec.moe is None:
             return "sum"
         return expert_modes.mode(self.spec, self.layout, self.new_lens_across_dp, self.step.element_bytes)
 
     @cached_property
     def new_lens_across_dp(self) -> list[list[int]]:
-        """New tokens of each row, per DP rank."""
+        """Number of new tokens of each row of the step, one list per DP rank."""
         return self.step.new_lens(self.layout.attn_dp)
 
     @property
     def new_lens(self) -> list[int]:
-        """New tokens of each row of the rank's own DP rank."""
+        """Number of new tokens of each row of the step on the rank's own DP rank."""
         return self.new_lens_across_dp[self.coords.attn_dp]
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of this rank whose tokens are dispatched."""
+        """Number of MoE layers of this rank that dispatch tokens to experts; 0 in mode ``sum``."""
         return 0 if self.mode == "sum" else sum(self.spec.moe_of(layer) is not None for layer in self.own.layers)
 
     @property
     def num_shared(self) -> int:
-        """Number of dispatching layers with a shared expert, which is split over tp like an MLP."""
+        """Number of the rank's dispatching layers (`num_layers`) that have a shared expert, which is split over tp like an
+        MLP."""
         return self.num_layers if self.spec.moe is not None and self.spec.moe.shared_size else 0
 
     @property
     def num_cp_split(self) -> int:
-        """Number of dispatching layers if the step has tokens that all cp ranks run, else 0."""
+        """Number of the rank's dispatching layers (`num_layers`) if the step has tokens that all cp ranks run and hence split,
+        else 0."""
         return self.num_layers if expert_tokens.num_common(self.new_lens, self.layout.cp) else 0
 
     @property
     def copy_ranks(self) -> int:
+        """Number of ranks that share one copy of the experts: ``ep * moe_tp``."""
         return self.layout.ep * self.layout.moe_tp
 
     @property
     def own_tokens(self) -> list[int]:
-        """Number of own tokens of each rank of the MoE copy."""
+        """Number of tokens that each rank of this rank's MoE copy contributes, in rank order."""
         seen = moe_coords_of(self.layout, world_rank(self.layout, self.coords))
         return expert_tokens.of_copy(expert_tokens.own_tokens(self.new_lens_across_dp, self.layout), self.layout, seen.moe_dp)
 
     @property
     def num_calls(self) -> int:
-        """Number of layers in which the MoE copy issues collectives."""
+        """Number of layers in which the ranks of this MoE copy issue collectives: `num_layers`, or 0 if none of them has
+        tokens."""
         return self.num_layers if any(self.own_tokens) else 0
 
     @property
     def num_own(self) -> int:
+        """Number of tokens that this rank contributes."""
         return self.own_tokens[world_rank(self.layout, self.coords) % self.copy_ranks]
 
     def bytes_of(self, rows: int) -> int:
-        """Returns the bytes of the hidden states of `rows` tokens."""
+        """Returns the bytes of the hidden states of `rows` tokens: one row of `hidden_size` elements each."""
         return rows * self.spec.hidden_size * self.step.element_bytes
 
     def rows(self) -> Iterator[tuple[Routed, int]]:
-        """Yields pairs of row counts and the number of layers that have them."""
+        """Yields pairs of the row counts of a layer (actual ones if `routed` is given, else expected ones) and the number of
+        layers that have them."""
         if self.routed is not None:
             yield from ((routed, 1) for routed in self.routed)
         else:
@@ -124,7 +132,8 @@ class DispatchTraffic:
 
 
 def to_experts(rank: DispatchTraffic) -> Iterator[TrafficEntry]:
-    """Yields the collectives that dispatch tokens to the ranks of their experts."""
+    """Yields the collectives by which this rank dispatches tokens to the ranks of their experts, in all its MoE layers; none in
+    mode ``sum``. Entries of one-rank groups or without calls are included."""
     size, calls = rank.copy_ranks, rank.num_calls
     if rank.mode == "gather":
         yield all_gather("mlp input: own tokens", "moe", size, rank.bytes_of(rank.num_own), calls)
@@ -136,7 +145,9 @@ def to_experts(rank: DispatchTraffic) -> Iterator[TrafficEntry]:
 
 
 def from_experts(rank: DispatchTraffic, is_scattered: bool) -> Iterator[TrafficEntry]:
-    """Yields the collectives that combine the results of the experts; `is_scattered` is that of sequence parallelism."""
+    """Yields the collectives that combine the results of the experts in all MoE layers of this rank. `is_scattered` is whether
+    the rank holds only its own tokens between layers (sequence parallelism). Entries of one-rank groups or without calls are
+    included."""
     layout, size, calls, own = rank.layout, rank.copy_ranks, rank.num_calls, rank.bytes_of(rank.num_own)
     if rank.mode == "gather":
         yield reduce_scatter("mlp output: routed", "moe", size, rank.bytes_of(sum(rank.own_tokens)), own, calls)

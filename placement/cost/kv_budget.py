@@ -28,9 +28,10 @@ _PROCESS_BYTES = 250_000_000
 
 
 def usual_length(max_position: int, asked: int | None = None) -> int:
-    """Returns the length in tokens of the longest sequence, before memory limits it.
+    """Returns the length in tokens of the longest sequence, before memory limits it: `asked`, or by default `max_position`, at
+    most 8,192.
 
-    Raises `LayoutError` if `asked` exceeds the model's `max_position`.
+    `max_position` is the model's context length in tokens. Raises `LayoutError` if `asked` exceeds it.
     """
     length = asked or min(max_position, USUAL_CONTEXT)
     if length > max_position:
@@ -39,9 +40,12 @@ def usual_length(max_position: int, asked: int | None = None) -> int:
 
 
 def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int | None, kv_bytes: int | None) -> int:
-    """Returns the length in tokens of the longest sequence to serve: `asked`, or the default, limited by `kv_bytes`.
+    """Returns the length in tokens of the longest sequence to serve: `asked`, or the default of `usual_length`, limited by
+    `kv_bytes`.
 
-    Raises `LayoutError` if `kv_bytes` hold fewer tokens than `asked`, or none.
+    `needs` has the memory needs of every rank of a replica; `kv_bytes` is the KV cache of each rank in bytes (None: no limit).
+    Raises `LayoutError` if `asked` exceeds `max_position`, the model's context length, or if `kv_bytes` hold fewer tokens than
+    `asked`, or none.
     """
     length = usual_length(max_position, asked)
     if kv_bytes is None:
@@ -59,8 +63,8 @@ def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int 
 def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | None:
     """Returns the bytes for weights and KV of a rank on the fullest node, or None if no node's memory is known.
 
-    That is the node's memory, divided by the number of the `devices` ranks that may be placed on it, minus `_PROCESS_BYTES`.
-    Raises `MemoryBudgetError` if the processes alone do not fit.
+    That is the node's memory, divided by the number of the `devices` ranks that may be placed on it, minus `_PROCESS_BYTES` for
+    the rank's process. `layout` is only named in the error. Raises `MemoryBudgetError` if the processes alone do not fit.
     """
     nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
     if not nodes:
@@ -78,8 +82,9 @@ def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | N
 def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, length: int) -> int:
     """Returns the bytes of KV cache of a rank that has `share` bytes for weights and KV.
 
-    The result is `asked`, or by default 1 GiB, or what the weights leave, if less. Raises `MemoryBudgetError` if the weights
-    and one sequence of `length` tokens do not fit into `share`, or if `asked` does not fit beside the weights.
+    The result is `asked` (in bytes), or by default 1 GiB, or what the weights leave, if less. `needs` has the memory needs of
+    every rank of a replica. Raises `MemoryBudgetError` if the weights and one sequence of `length` tokens do not fit into
+    `share`, or if `asked` does not fit beside the weights.
     """
     num_blocks(needs, share, length)
     left = min(share - rank.weight_bytes for rank in needs)
@@ -96,9 +101,10 @@ def kv_blocks(
 ) -> int:
     """Returns the number of KV blocks of every rank, limited by the rank with the least room.
 
-    The number never exceeds what `max_sequences` sequences of `length` tokens can fill. `asked` is the KV budget of a rank in
-    bytes. By default it is 90% of the smallest of `free_bytes`, the bytes left on each device beside the weights, or 1 GiB if
-    `free_bytes` is empty (CPU). Raises `MemoryBudgetError` if one sequence of `length` tokens does not fit.
+    `needs` has the memory needs of every rank of a replica. The number never exceeds what `max_sequences` sequences of `length`
+    tokens can fill. `asked` is the KV budget of a rank in bytes. By default it is 90% of the smallest of `free_bytes`, the
+    bytes left on each device beside the weights, or 1 GiB if `free_bytes` is empty (CPU). Raises `MemoryBudgetError` if one
+    sequence of `length` tokens does not fit.
     """
     budget = asked or (int(_DEVICE_SHARE * min(free_bytes)) if free_bytes else CPU_KV_BYTES)
     fits = num_blocks(needs, [rank.weight_bytes + budget for rank in needs], length)
@@ -108,7 +114,8 @@ def kv_blocks(
 def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:
     """Raises `MemoryBudgetError` if the CPU nodes together have less memory than `devices` times `host_cache` bytes.
 
-    Each single node can be checked only once ranks are placed.
+    `host_cache` is the KV cache in host memory of each of `devices` ranks, in bytes. Nothing is checked if there is no CPU node
+    or the memory of one is unknown. Each single node can be checked only once ranks are placed.
     """
     known = [node.memory_bytes for node in cluster.nodes if node.slots and node.kind == "cpu"]
     total = sum(each or 0 for each in known)
@@ -121,7 +128,8 @@ def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> N
 
 
 def require_disk_cache(disk_cache_bytes: int, block: int, dtype: DType) -> None:
-    """Raises `MemoryBudgetError` if a KV block of all layers, `block` bytes in `dtype`, is larger than the disk cache."""
+    """Raises `MemoryBudgetError` if `disk_cache_bytes`, the size of the KV cache on disk, is less than `block`: the bytes of
+    one KV block of all layers. `dtype` is the block's data type, for the message."""
     if disk_cache_bytes < block:
         raise MemoryBudgetError(
             f"disk_cache_bytes {disk_cache_bytes:,} is less than one KV block of {BLOCK_TOKENS} tokens takes, "

@@ -51,24 +51,28 @@ class RankMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block in all layers of the rank."""
+        """Bytes of one KV block (`BLOCK_TOKENS` tokens) in all layers of the rank."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
 
     def tokens_in(self, kv_bytes: int) -> int:
-        """Returns the tokens of one sequence that fit if this rank and the other owners each have `kv_bytes` of KV cache."""
+        """Returns the tokens of one sequence that fit, in whole blocks, if this rank and the other owners of its blocks each
+        have `kv_bytes` bytes of KV cache."""
         return kv_bytes // self.block_bytes * self.kv_owners * BLOCK_TOKENS
 
     def blocks_of(self, tokens: int) -> int:
-        """Returns the maximum number of blocks of a sequence of `tokens` tokens that this rank holds."""
+        """Returns the number of KV blocks that this rank must hold at most for a sequence of `tokens` tokens: its share of the
+        blocks, rounded up."""
         return -(-tokens // (BLOCK_TOKENS * self.kv_owners))
 
     def blocks_in(self, budget_bytes: int) -> int:
-        """Returns the number of KV blocks that fit beside the weights; negative if the weights alone do not fit."""
+        """Returns the number of KV blocks that fit into `budget_bytes` bytes beside the weights; negative if the weights alone
+        do not fit."""
         return (budget_bytes - self.weight_bytes) // self.block_bytes
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Returns the number of parameters of the model. Tied embeddings count once, padding does not count."""
+    """Returns the number of parameters of the model, over all ranks of one replica together. Tied embeddings count once,
+    padding does not count."""
     single = Layout()
     slices = (
         weight_slice
@@ -79,19 +83,22 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
-    """Returns the bytes of a rank's weights in `dtype` (None: the model's), padding rows included."""
+    """Returns the bytes of the weights of the rank with the shard `own`, in `dtype` (None: the model's), padding rows
+    included."""
     return sum(parameter_bytes(parameter, dtype or spec.dtype) for parameter in parameters(spec, own))
 
 
 def parameter_bytes(parameter: Parameter, dtype: DType) -> int:
-    """Returns the bytes of a parameter on a rank whose weights are stored in `dtype`."""
+    """Returns the bytes of a rank's parameter if weights are stored in `dtype`; a parameter marked `fp32` takes 4 bytes per
+    element anyway."""
     return prod(parameter.shape) * DTYPE_BYTES["float32" if parameter.fp32 else dtype]
 
 
 def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) -> int:
     """Returns the bytes of K and V (or of the latent) per token on a rank that holds it, in all layers of the rank.
 
-    A KV head that several ranks hold counts on each of them. With dcp each of them holds only some of the positions.
+    `own` is the rank's shard, `dtype` the type of the KV cache (None: the model's). A KV head that several ranks hold counts on
+    each of them. With dcp each of them holds only some of the positions.
     """
     per_kind = [len(kv_heads) * kind.cached_dim for kind, (_, kv_heads) in zip(spec.kinds, own.heads, strict=True)]
     return sum(per_kind[spec.kind_of(layer)] for layer in own.layers) * DTYPE_BYTES[dtype or spec.dtype]
@@ -100,7 +107,8 @@ def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) 
 def rank_memories(
     spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
 ) -> list[RankMemory]:
-    """Returns the memory needs of every rank of one replica, by world rank. `kv_dtype` defaults to `dtype`."""
+    """Returns the memory needs of every rank of one replica, by world rank. `dtype` is the type of the weights (None: the
+    model's), `kv_dtype` that of the KV cache (None: `dtype`)."""
     owns = (shard(spec, layout, coords_of(layout, rank)) for rank in range(layout.world))
     return [
         RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
@@ -109,10 +117,10 @@ def rank_memories(
 
 
 def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], max_length: int) -> int:
-    """Returns the number of KV blocks that fit on every rank.
+    """Returns the number of KV blocks that fit on every rank of `ranks`, a replica's memory needs.
 
-    `budget_bytes` is one budget for all ranks, or one per rank. Raises `MemoryBudgetError` unless one sequence of `max_length`
-    tokens fits: with fewer blocks, a request of legal length could never finish.
+    `budget_bytes` is the bytes for weights and KV: one number for all ranks, or one per rank. Raises `MemoryBudgetError` unless
+    one sequence of `max_length` tokens fits: with fewer blocks, a request of legal length could never finish.
     """
     budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
     needed = ranks[0].blocks_of(max_length)
@@ -124,7 +132,8 @@ def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], m
 
 
 def slot_bytes(cluster: ClusterSpec) -> int | None:
-    """Returns the bytes that a rank has on any node: the least memory per slot over the nodes; None if unknown."""
+    """Returns the bytes of memory that a rank has on any node: the least memory per slot over the nodes of known memory; None
+    if it is unknown for all."""
     known = [node.memory_bytes // node.slots for node in cluster.nodes if node.slots and node.memory_bytes is not None]
     return min(known, default=None)
 

@@ -20,9 +20,10 @@ _SCORE_AND_ID = 8
 
 
 def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, size: int) -> Iterator[TrafficEntry]:
-    """Yields every all-gather of one step's sampling over the `size` ranks of `axis`, in order.
+    """Yields every all-gather of one step's sampling over the `size` ranks of the group `axis`, in order; none without `rows`.
 
-    `rows` are the rows that sample a token.
+    `rows` are the sampling parameters of the rows that sample a token. `width` is the largest number of vocabulary rows that
+    any of the ranks holds.
     """
     if not rows:
         return
@@ -37,10 +38,12 @@ def sampling(rows: Sequence[Choosing], vocab_size: int, width: int, axis: str, s
 
 
 def kind_of(greedy: bool, top_k: int, top_p: float, vocab_size: int) -> str | int:
-    """Returns the sampling kind of a row: ``greedy``, ``noisy``, ``whole``, or the size of its shortlist.
+    """Returns the sampling kind of a row with these sampling parameters: ``greedy``, ``noisy``, ``whole``, or the size of its
+    shortlist.
 
-    Rows of one kind are sampled together. ``noisy`` rows draw from the full distribution without top-k and top-p; ``whole``
-    rows need all logits, for top-p without top-k.
+    Rows of one kind are sampled together. A shortlist is the smallest of `SHORTLISTS` that holds `top_k` (or `vocab_size`).
+    ``noisy`` rows draw from the full distribution without top-k and top-p; ``whole`` rows need all logits, for top-p without
+    top-k.
     """
     if greedy:
         return "greedy"

@@ -57,25 +57,26 @@ class StepShape:
         num_sampled: int | None = None,
         dp_size: int = 1,
     ) -> StepShape:
-        """Returns a step of `batch` equal rows, spread over the DP ranks.
+        """Returns a step of `batch` equal rows of `tokens` new tokens after `context` cached ones; row i is on DP rank ``i %
+        dp_size``.
 
-        The first `num_sampled` rows (None: all) sample a token greedily.
+        `dtype` is that of hidden states, keys and values. The first `num_sampled` rows (None: all) sample a token greedily.
         """
         sampled = batch if num_sampled is None else num_sampled
         rows = tuple(RowShape(tokens, context, GREEDY if row < sampled else None, row % dp_size) for row in range(batch))
         return cls(rows, dtype)
 
     def of_dp_rank(self, dp_rank: int) -> StepShape:
-        """Returns the part of the step that one DP rank runs."""
+        """Returns the part of the step that one DP rank runs: the same step with the rows of `dp_rank` only, in order."""
         return replace(self, rows=tuple(row for row in self.rows if row.dp_rank == dp_rank))
 
     def new_lens(self, dp_size: int) -> list[list[int]]:
-        """Returns the number of new tokens of each row, per DP rank."""
+        """Returns the number of new tokens of each row, in one list for each of `dp_size` DP ranks."""
         return [[row.tokens for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens of all rows."""
+        """Number of new tokens of all rows, of all DP ranks in this step."""
         return sum(row.tokens for row in self.rows)
 
     @property

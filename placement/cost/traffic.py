@@ -56,59 +56,63 @@ class RankStep:
 
     @cached_property
     def step(self) -> StepShape:
-        """The rows of the rank's DP rank."""
+        """The part of the step that the rank's DP rank runs."""
         return self.whole.of_dp_rank(self.coords.attn_dp)
 
     @cached_property
     def dispatch(self) -> DispatchTraffic:
-        """Dispatch traffic of the rank's MoE layers."""
+        """Expert dispatch traffic of the rank's MoE layers in this step."""
         return DispatchTraffic(self.spec, self.layout, self.coords, self.own, self.whole, self.routed)
 
     @property
     def num_split(self) -> int:
-        """Number of layers with an MLP, a shared expert or all experts split over the tp group."""
+        """Number of the rank's layers with weights split over the tp group after attention: an MLP, a shared expert or all
+        experts (no dispatch). Each needs one sum over the tp group."""
         return len(self.own.layers) - self.dispatch.num_layers + self.dispatch.num_shared
 
     @property
     def query_lens(self) -> list[int]:
-        """Number of tokens that this rank runs of each row."""
+        """Number of new tokens that this rank runs of each row of its DP rank; with cp a row may be split over the cp ranks."""
         cp, cp_rank = self.layout.cp, self.coords.cp
         return [sum(map(len, spans(row.context, row.tokens, cp, cp_rank))) for row in self.step.rows]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that this rank runs."""
+        """Number of new tokens that this rank runs in this step, as do the other ranks of its tp group."""
         return sum(self.query_lens)
 
     @property
     def num_own(self) -> int:
-        """Number of this rank's own tokens: its part of the tp group's tokens."""
+        """Number of this rank's own tokens: its even part of the tp group's tokens."""
         return len(partition(self.num_tokens, self.layout.tp)[self.coords.tp])
 
     @property
     def num_hidden(self) -> int:
-        """Number of tokens whose hidden states this rank holds between layers."""
+        """Number of tokens whose hidden states this rank holds between layers: its own if the step is scattered, else those of
+        the tp group."""
         return self.num_own if self.is_scattered else self.num_tokens
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the hidden states of this rank's own tokens."""
+        """Bytes of the hidden states of this rank's own tokens (`num_own`)."""
         return self.hidden_bytes(self.num_own)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the rank holds only its own tokens between layers (sequence parallelism)."""
+        """Whether the rank holds only its own tokens between layers in this step (sequence parallelism)."""
         return sequence_parallel.is_scattered(self.query_lens, sequence_parallel.scatter_from(self.layout))
 
     def hidden_bytes(self, rows: int) -> int:
-        """Returns the bytes of the hidden states of `rows` tokens."""
+        """Returns the bytes of the hidden states of `rows` tokens, in the step's data type."""
         return rows * self.spec.hidden_size * self.step.element_bytes
 
 
 def rank_step_of(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
 ) -> RankStep:
-    """Returns the `RankStep` of a world rank in a step."""
+    """Returns the input of the region functions for one world rank in a step. `step` has the rows of all DP ranks; `routed` has
+    the actual routing of each dispatching layer of the rank (None: unknown). Raises `IndexError` if the layout has no such
+    rank."""
     coords = coords_of(layout, world_rank)
     return RankStep(spec, layout, coords, shard(spec, layout, coords), step, routed)
 
@@ -116,17 +120,18 @@ def rank_step_of(
 def rank_traffic(
     spec: ModelSpec, layout: Layout, world_rank: int, step: StepShape, routed: Sequence[Routed] | None = None
 ) -> list[TrafficEntry]:
-    """Returns every collective of one rank in one step, in the order of the forward pass.
+    """Returns every collective of one world rank in one step, in the order of the forward pass.
 
-    The counts of expert dispatch are exact if `routed` has the actual routing of each dispatching layer; else they are expected
-    values.
+    `step` has the rows of all DP ranks. The counts of expert dispatch are exact if `routed` has the actual routing of each
+    dispatching layer of the rank; else they are expected values. Raises `IndexError` if the layout has no such rank.
     """
     rank_step = rank_step_of(spec, layout, world_rank, step, routed)
     return [entry for region in REGIONS for entry in _heard(region, rank_step)]
 
 
 def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[TrafficEntry, tuple[int, ...]]]:
-    """Returns every distinct entry of a replica with the world ranks that issue it, in the order of the forward pass."""
+    """Returns every distinct traffic entry of a replica in one step, each with the world ranks that issue it, in the order of
+    the forward pass. `step` has the rows of all DP ranks; the counts of expert dispatch are expected values."""
     rank_steps = [rank_step_of(spec, layout, rank, step) for rank in range(layout.world)]
     makers: dict[TrafficEntry, list[int]] = {}
     for region in REGIONS:
@@ -137,7 +142,8 @@ def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Traf
 
 
 def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], Counter[str]]:
-    """Returns what the counters of the group of `axis` will show: (calls, wire bytes sent), each by operation name."""
+    """Returns what a rank's counters for the process group of `axis` will show after a step with these traffic entries: (calls,
+    wire bytes sent), each by operation name."""
     calls: Counter[str] = Counter()
     sent_bytes: Counter[str] = Counter()
     for entry in entries:
@@ -148,7 +154,8 @@ def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], 
 
 
 def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the receive of the rank's own tokens from the previous stage, and their all-gather over the tp group."""
+    """Yields, on all stages but the first, the receive of the rank's own tokens from the previous stage, and their all-gather
+    over the tp group (not in scattered steps)."""
     if not rank_step.own.first_stage:
         if rank_step.own_bytes:
             yield recv("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
@@ -157,18 +164,21 @@ def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def embedding(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the sum of the vocabulary-parallel embedding: each rank looks up the ids whose rows it holds."""
+    """Yields, on the first stage, the sum over tp of the vocabulary-parallel embedding, in which each rank looks up the ids
+    whose rows it holds: one all-reduce, or a reduce-scatter in scattered steps."""
     if rank_step.own.first_stage:
         yield _sum(rank_step, "embedding")
 
 
 def attention_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the all-gather before the QKV projection, which needs all tokens, in scattered steps."""
+    """Yields, in scattered steps, the all-gather over tp before the QKV projection, which needs all tokens; one call per layer
+    of the rank."""
     yield from _gathered(rank_step, "attention input", len(rank_step.own.layers))
 
 
 def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the all-reduce of query and key norms over all heads: two sums of squares per token (fp32) in each layer."""
+    """Yields, if query and key norms extend over all heads (`qk_norm` is ``width``), their all-reduce over tp: two sums of
+    squares per token (fp32) in each layer of the rank."""
     if rank_step.spec.qk_norm == "width":
         calls = len(rank_step.own.layers)
         yield all_reduce(
@@ -177,43 +187,49 @@ def width_norms(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def attention_context(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the exchange of queries, keys and partial outputs of context-parallel attention."""
+    """Yields the exchange of queries, keys and partial outputs of context-parallel attention, in all layers of the rank;
+    nothing without cp and dcp."""
     yield from context(rank_step.spec, rank_step.layout, rank_step.coords, rank_step.own, rank_step.step)
 
 
 def attention_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the sum of the row-parallel output projection, once per layer."""
+    """Yields the sum over tp of the row-parallel output projection, one call per layer of the rank: an all-reduce, or a
+    reduce-scatter in scattered steps."""
     yield _sum(rank_step, "attention output", len(rank_step.own.layers))
 
 
 def mlp_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the all-gather before the gate and up projections in scattered steps, and the dispatch of tokens to experts."""
+    """Yields the all-gather over tp before the gate and up projections in scattered steps, and the dispatch of tokens to
+    experts, in all layers of the rank."""
     yield from _gathered(rank_step, "mlp input", rank_step.num_split + rank_step.dispatch.num_cp_split)
     if rank_step.dispatch.num_layers:
         yield from to_experts(rank_step.dispatch)
 
 
 def mlp_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the combine of expert results, and the sum of the row-parallel down projection."""
+    """Yields the combine of expert results, and the sum over tp of the row-parallel down projection, in all layers of the
+    rank."""
     if rank_step.dispatch.num_layers:
         yield from from_experts(rank_step.dispatch, rank_step.is_scattered)
     yield _sum(rank_step, "mlp output", rank_step.num_split)
 
 
 def head_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the all-gather before the LM head, which may need any token, in scattered steps."""
+    """Yields, on the last stage in scattered steps, the all-gather over tp before the LM head, which may need any token."""
     if rank_step.own.last_stage:
         yield from _gathered(rank_step, "head input", 1)
 
 
 def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the send of the rank's own tokens to the next stage, once per step. A rank without tokens sends nothing."""
+    """Yields, on all stages but the last, the send of the rank's own tokens to the next stage, once per step. A rank without
+    tokens sends nothing."""
     if not rank_step.own.last_stage and rank_step.own_bytes:
         yield send("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
 
 
 def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the exchanges of sampling on the last stage, on cp rank 0, which runs the last token of every row.
+    """Yields the exchanges of sampling on the last stage, on cp rank 0, which runs the last token of every row; nothing on
+    other ranks.
 
     If the head is split over all DP ranks, the rows of all DP ranks are sampled together. They are gathered before, each rank
     contributing its part of its DP rank's rows.
@@ -237,10 +253,11 @@ def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 
 def telling(rank_step: RankStep) -> Iterator[TrafficEntry]:
-    """Yields the feedback of sampled tokens, 8 bytes each, from the last stage to every other stage.
+    """Yields the feedback of sampled tokens, 8 bytes each, from the last stage to every other stage: a send there, a receive
+    elsewhere.
 
-    With it, the next step of a stage need not wait for the engine. The tokens are received when a later step needs them, but
-    counted here.
+    With it, the next step of a stage need not wait for the engine. On the last stage, cp rank 0 sends them to the other cp
+    ranks as well. The tokens are received when a later step needs them, but counted here.
     """
     rows, stages = sum(row.choosing is not None for row in rank_step.step.rows), rank_step.layout.pp
     if rows and rank_step.own.last_stage:

@@ -12,7 +12,8 @@ _UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGTP", 1)}
 
 
 def size_text(num_bytes: float) -> str:
-    """Returns a number of bytes as text, in the largest binary unit that gives at least 1: ``32 MiB``, ``1.5 GiB``."""
+    """Returns a number of bytes as text, in the largest binary unit (up to TiB) that gives at least 1, with one decimal: ``32
+    MiB``, ``1.5 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while num_bytes >= 1024 and len(units) > 1:
         num_bytes, units = num_bytes / 1024, units[1:]
@@ -20,7 +21,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def parse_size(value: Any) -> Any:
-    """Returns the number of bytes given by a text such as ``2GiB``, ``512M`` or ``4096``; returns other types unchanged.
+    """Returns the number of bytes, an int, given by a text such as ``2GiB`` (binary), ``512M`` (decimal), ``1.5G`` or ``4096``;
+    returns other types unchanged.
 
     Raises `ValueError` for any other text.
     """

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 
 def all_reduce_bytes(tensor_bytes: int, size: int) -> int:
-    """Returns the bytes sent by each rank for an all-reduce of `tensor_bytes` over `size` ranks."""
+    """Returns the bytes sent by each rank for a ring all-reduce of a tensor of `tensor_bytes` bytes over `size` ranks, rounded
+    down."""
     return 2 * (size - 1) * tensor_bytes // size
 
 
 def all_gather_bytes(own_bytes: int, size: int) -> int:
-    """Returns the bytes sent by a rank for an all-gather to which it contributes `own_bytes`."""
+    """Returns the bytes sent by a rank for an all-gather over `size` ranks to which it contributes `own_bytes` bytes."""
     return (size - 1) * own_bytes
 
 
 def scatter_bytes(tensor_bytes: int, own_bytes: int) -> int:
-    """Returns the bytes sent by a rank that splits `tensor_bytes` and keeps `own_bytes` (reduce-scatter, all-to-all)."""
+    """Returns the bytes sent by a rank that splits a tensor of `tensor_bytes` bytes over the ranks and keeps `own_bytes` of
+    them (reduce-scatter, all-to-all)."""
     return tensor_bytes - own_bytes

@@ -27,7 +27,8 @@ _MOST_TOGETHER = 12
 
 
 def least_load(load: NDArray[np.float64], slots: Sequence[int]) -> float:
-    """Returns a lower bound of the load of the most loaded rank, valid for every packing."""
+    """Returns a lower bound of the load of the most loaded rank in one layer, valid for every packing and in the unit of
+    `load`. `load` has the load of each expert, ``[experts]``; `slots` the number of expert slots of each rank."""
     low, high = float(load.sum()) / len(slots), float(load.sum())
     if not high or not _speaks_against(low, load, slots):
         return low

@@ -57,12 +57,12 @@ class ExpertMap:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the `ep` group."""
+        """Number of ranks of the ep group."""
         return len(self.slots)
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """Range of slots of each rank."""
+        """Range of slot numbers of each rank; slots are numbered consecutively, rank after rank."""
         return tuple(ranges(self.slots))
 
     @cached_property
@@ -70,7 +70,7 @@ class ExpertMap:
         return [0, *accumulate(self.slots)]
 
     def rank_of(self, slot: int) -> int:
-        """Returns the rank that has a slot."""
+        """Returns the ep rank that has the slot with this number."""
         return bisect_right(self._starts, slot) - 1
 
     @cached_property
@@ -85,15 +85,15 @@ class ExpertMap:
         return tuple(found)
 
     def copies(self, layer: int) -> tuple[int, ...]:
-        """Returns the number of slots that hold each expert."""
+        """Returns, for each expert, the number of slots that hold it in `layer`, an index into the map's layers."""
         return tuple(map(len, self.holders[layer]))
 
     def on_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """Returns the experts in a rank's slots, in order."""
+        """Returns the experts in the slots of an ep rank, in slot order; `layer` is an index into the map's layers."""
         return self.experts[layer][self.ranges[rank].start : self.ranges[rank].stop]
 
     def slot_of(self, layer: int, expert: int, copy_offset: int) -> int:
-        """Returns the slot that runs an expert for a token.
+        """Returns the number of the slot that runs an expert for a token; `layer` is an index into the map's layers.
 
         `copy_offset` selects the copy round robin: the offset of the step plus the index of the token in the step.
         """
@@ -102,14 +102,17 @@ class ExpertMap:
 
 
 def slots_of_ranks(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """Returns the number of slots of each rank for all experts and `redundant` copies: descending, differing by at most one."""
+    """Returns the number of slots of each of `ranks` ep ranks for `num_experts` experts and `redundant` further copies:
+    descending, differing by at most one."""
     return tuple(counts(num_experts + redundant, ranks))
 
 
 def initial(num_layers: int, num_experts: int, ranks: int, redundant: int = 0) -> ExpertMap:
-    """Returns the map used before any load is known: the experts in order, followed by copies of the first `redundant` ones.
+    """Returns the map used before any load is known: in every layer the experts in order, followed by copies of the first
+    `redundant` ones.
 
-    Without redundant experts each rank holds a contiguous range of experts.
+    Without redundant experts each of the `ranks` ep ranks holds a contiguous range of experts. Raises `ValueError` if there are
+    fewer experts and copies than ranks, or more than all experts on every rank.
     """
     _check(num_experts, ranks, redundant)
     row = tuple(slot % num_experts for slot in range(num_experts + redundant))
@@ -117,16 +120,20 @@ def initial(num_layers: int, num_experts: int, ranks: int, redundant: int = 0) -
 
 
 def map_of(moe: MoESpec, layout: Layout) -> ExpertMap:
-    """Returns the initial map of a model, with one layer that stands for all of them."""
+    """Returns the initial map of a model, with one layer that stands for all of them. Raises `ValueError` if the experts and
+    redundant copies do not fill the ep ranks, or exceed all experts on every rank."""
     return initial(1, moe.num_experts, layout.ep, layout.redundant_experts)
 
 
 def place(load: ExpertLoads, ranks: int, redundant: int = 0, nodes: int = 1, groups: int = 1) -> ExpertMap:
-    """Returns the map that spreads a load most evenly over the ranks, for each layer separately (`placement.experts.packing`).
+    """Returns the map that spreads a load most evenly over `ranks` ep ranks, for each layer separately
+    (`placement.experts.packing`).
 
-    `groups` is the number of expert groups of group-limited routing: equal runs of experts, of which a token can use only a
-    few. If groups, ranks and slots are divisible by `nodes`, all experts of a group and their copies stay on one node, so that
-    a token is sent to few nodes.
+    `load` has the load of each expert, ``[layers][experts]``, in any unit; `redundant` is the number of copies beside the
+    experts, `nodes` the number of nodes with equally many consecutive ranks. `groups` is the number of expert groups of
+    group-limited routing: equal runs of experts, of which a token can use only a few. If groups, ranks and slots are divisible
+    by `nodes`, all experts of a group and their copies stay on one node, so that a token is sent to few nodes. Raises
+    `ValueError` if there are fewer experts and copies than ranks, or more than all experts on every rank.
     """
     num_experts = len(load[0])
     _check(num_experts, ranks, redundant)
@@ -137,7 +144,11 @@ def place(load: ExpertLoads, ranks: int, redundant: int = 0, nodes: int = 1, gro
 
 
 def stays_on_nodes(num_experts: int, ranks: int, redundant: int, nodes: int, groups: int) -> bool:
-    """Whether each expert group stays on one node: all numbers are divisible, and no node has more copies than it can use."""
+    """Whether `place` keeps each expert group on one node: there are several nodes, all numbers are divisible, and no rank
+    would have to hold an expert twice.
+
+    The parameters are those of `place`, with the number of experts instead of their load.
+    """
     physical = num_experts + redundant
     divides = groups % nodes == 0 and ranks % nodes == 0 and physical % ranks == 0 and num_experts % groups == 0
     return nodes > 1 and divides and physical // ranks <= num_experts // nodes
@@ -164,7 +175,8 @@ def _placed(load: Loads, slots: tuple[int, ...], nodes: int, groups: int) -> tup
 
 
 def rank_loads_of(placed: ExpertMap, layer: int, load: Sequence[float]) -> list[float]:
-    """Returns the load of each rank in a layer if the copies of an expert share its load evenly."""
+    """Returns the load of each ep rank in one layer (an index into the layers of the map `placed`) if the copies of an expert
+    share its load evenly. `load` has the load of each expert, ``[experts]``."""
     sums = [0.0] * placed.num_ranks
     for rank in range(placed.num_ranks):
         sums[rank] = sum(load[expert] / len(placed.holders[layer][expert]) for expert in placed.on_rank(layer, rank))
@@ -172,12 +184,14 @@ def rank_loads_of(placed: ExpertMap, layer: int, load: Sequence[float]) -> list[
 
 
 def balancedness(placed: ExpertMap, load: ExpertLoads) -> list[float]:
-    """Returns ``mean / max`` of the ranks' loads in each layer: the fraction of their time that is used; 1 without load."""
+    """Returns, for each layer, ``mean / max`` of the ranks' loads under the map `placed`: the fraction of their time that is
+    used; 1 without load. `load` is ``[layers][experts]``."""
     return [_evenness(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)]
 
 
 def bound(load: ExpertLoads, slots: Sequence[int]) -> list[float]:
-    """Returns an upper bound of `balancedness` for each layer, valid for every map with these slots (see `least_load`)."""
+    """Returns, for each layer of `load` (``[layers][experts]``), an upper bound of `balancedness`, valid for every map with
+    `slots` slots on each rank (see `least_load`)."""
     found = []
     for row in load:
         least = least_load(np.array(row, dtype=np.float64), slots)
@@ -186,7 +200,8 @@ def bound(load: ExpertLoads, slots: Sequence[int]) -> list[float]:
 
 
 def surviving(placed: ExpertMap, lost: Collection[int]) -> list[frozenset[int]]:
-    """Returns the experts of each layer that remain on some rank without the `lost` ranks. The others must be reloaded."""
+    """Returns, for each layer, the experts that remain on some rank if the `lost` ep ranks fail. The other experts must be
+    reloaded."""
     kept = [rank for rank in range(placed.num_ranks) if rank not in lost]
     return [
         frozenset(expert for rank in kept for expert in placed.on_rank(layer, rank)) for layer in range(len(placed.experts))

@@ -41,10 +41,10 @@ class ExpertTransfer:
 
 
 def moves(old: ExpertMap, new: ExpertMap) -> list[ExpertTransfer]:
-    """Returns the transfers from one map to another, layer by layer: one for every slot whose expert changes.
+    """Returns the transfers from the map `old` to the map `new`, layer by layer: one for every slot whose expert changes.
 
     A rank that already holds the expert copies it. Otherwise the holder that has sent the fewest experts so far in this move
-    sends it, the lowest rank among equals. Raises `ValueError` if the maps have different slots.
+    sends it, the lowest rank among equals. Raises `ValueError` if the maps differ in layers, experts or slots per rank.
     """
     _check_alike(old, new)
     sent = [0] * old.num_ranks
@@ -62,9 +62,10 @@ def moves(old: ExpertMap, new: ExpertMap) -> list[ExpertTransfer]:
 
 
 def settled(old: ExpertMap, new: ExpertMap, nodes: int = 1) -> ExpertMap:
-    """Returns the new map with its ranks and slots rearranged such that the fewest transfers from the old map are needed.
+    """Returns the map `new` with its ranks and slots rearranged such that the fewest transfers from the map `old` are needed.
 
-    With ``nodes > 1``, ranks are exchanged only within their node. Raises `ValueError` if the maps have different slots.
+    `nodes` is the number of nodes with equally many consecutive ranks; ranks are exchanged only within their node. Raises
+    `ValueError` if the maps differ in layers, experts or slots per rank.
     """
     _check_alike(old, new)
     rows = []
@@ -80,7 +81,8 @@ def settled(old: ExpertMap, new: ExpertMap, nodes: int = 1) -> ExpertMap:
 
 
 def assignment(cost: NDArray[np.float64]) -> list[int]:
-    """Solves the linear assignment problem; returns the column assigned to each row of a square cost matrix.
+    """Solves the linear assignment problem: returns the column assigned to each row of a square cost matrix, with the least sum
+    of costs.
 
     The algorithm finds shortest augmenting paths with dual values (Jonker and Volgenant 1987), in ``O(n^3)``.
     """

@@ -48,15 +48,17 @@ class Packing:
 
     @property
     def most(self) -> float:
-        """Load of the most loaded rank."""
+        """Load of the most loaded rank, in the unit of `loads`."""
         return float(self.loads.max())
 
 
 def pack(load: Loads, slots: Sequence[int]) -> Packing:
-    """Packs experts with the given loads, ``[experts]``, onto ranks with the given numbers of slots.
+    """Returns a packing of the experts of one layer onto ranks that makes the load of the most loaded rank as small as the
+    search finds.
 
-    The numbers of slots differ by at most one. There must be a slot for every expert, and no rank may have more slots than
-    there are experts.
+    `load` has the load of each expert, ``[experts]``, in any unit; `slots` the number of slots of each rank. All slots are
+    filled. The numbers of slots differ by at most one. There must be a slot for every expert, and no rank may have more slots
+    than there are experts.
     """
     copies = replicate(load, sum(slots), len(slots))
     best = _search(load, _heaviest_first(load / copies, copies, slots))
@@ -74,8 +76,8 @@ def pack(load: Loads, slots: Sequence[int]) -> Packing:
 def replicate(load: Loads, physical: int, ranks: int) -> SlotCounts:
     """Returns the number of copies of each expert, ``[experts]``, `physical` in total: at least 1, at most `ranks`.
 
-    Each further copy goes to the expert whose copies are heaviest, among equals to the one with the fewest copies. No other
-    numbers make the heaviest copy lighter.
+    `load` has the load of each expert, ``[experts]``. Each further copy goes to the expert whose copies are heaviest, among
+    equals to the one with the fewest copies. No other numbers make the heaviest copy lighter.
     """
     copies = np.ones(len(load), dtype=np.int64)
     for _ in range(physical - len(load)):
@@ -86,7 +88,8 @@ def replicate(load: Loads, physical: int, ranks: int) -> SlotCounts:
 
 
 def rank_loads(load: Loads, holds: Holds) -> Loads:
-    """Returns the load of each rank, ``[ranks]``: the ranks that hold an expert share its load evenly."""
+    """Returns the load of each rank, ``[ranks]``, given the load of each expert, ``[experts]``, and which rank holds which
+    experts, ``[ranks, experts]``: the ranks that hold an expert share its load evenly."""
     return np.asarray(holds @ (load / holds.sum(axis=0)), dtype=np.float64)
 
 

@@ -53,7 +53,7 @@ class Gain:
 
     @property
     def pays(self) -> bool:
-        """Whether the expected savings exceed the time of the move."""
+        """Whether the time saved over all `steps` exceeds the time of the move."""
         return self.saved_s * self.steps > self.move_s
 
     def __str__(self) -> str:
@@ -94,7 +94,9 @@ class Rebalancer:
     must_pay: bool = True
 
     def after_step(self, watch: Watch, evenness: float) -> Watch:
-        """Returns the state after one more step; `evenness` is the recent balancedness. A due check resets the count."""
+        """Returns the state after one more step. `watch` is the state before it, `evenness` the recent balancedness (mean over
+        max of the ranks' loads, 0 to 1). If a check becomes due, `Watch.due` says why; the step after that starts a new
+        count."""
         seen = Watch(1, watch.armed) if watch.due else replace(watch, steps=watch.steps + 1)
         if self.skew is not None and evenness >= self.skew + self.hysteresis:
             seen = replace(seen, armed=True)
@@ -105,7 +107,13 @@ class Rebalancer:
         return seen
 
     def decide(self, old: ExpertMap, load: ExpertLoads, costs: Costs, nodes: int = 1, groups: int = 1) -> Decision:
-        """Returns the best map for a load if the move is worth its cost, else the old map."""
+        """Returns the map to use for a load, and the transfers to it: a better map if the move is worth its cost, else the map
+        `old` without transfers.
+
+        `load` has the load of each expert, ``[layers][experts]``. `nodes` is the number of nodes with equally many ep ranks,
+        `groups` the number of expert groups of group-limited routing (see `place`). Raises `ValueError` if `load` and `old`
+        have different numbers of layers or experts.
+        """
         redundant = sum(old.slots) - old.num_experts
         new = _better_layers(old, settled(old, place(load, old.num_ranks, redundant, nodes, groups), nodes), load)
         transfers = moves(old, new)
@@ -124,9 +132,11 @@ def _better_layers(old: ExpertMap, new: ExpertMap, load: ExpertLoads) -> ExpertM
 
 
 def predicted(old: ExpertMap, new: ExpertMap, transfers: Sequence[ExpertTransfer], load: ExpertLoads, costs: Costs) -> Gain:
-    """Predicts the gain of a move if the load does not change.
+    """Returns the predicted gain of the `transfers` from the map `old` to the map `new` if the load, ``[layers][experts]``,
+    does not change.
 
-    The time that a layer's experts take is proportional to the load of the most loaded rank.
+    `costs` has the measurements under the old map. The time that a layer's experts take is taken to be proportional to the load
+    of the most loaded rank.
     """
     before, after = (sum(max(rank_loads_of(placed, layer, row)) for layer, row in enumerate(load)) for placed in (old, new))
     sent, received = [0] * old.num_ranks, [0] * old.num_ranks

@@ -16,8 +16,8 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def assigned_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment]:
-    """Returns the bundle assignment of every replica of a layout that has passed `placement.legality.check` on this cluster.
-    Raises `LayoutError` if the layout does not fit."""
+    """Returns the assignment of bundles to nodes for every replica, on the idle cluster. The layout must have passed
+    `placement.legality.check` on this cluster. Raises `LayoutError` if not all replicas fit."""
     assignments = assign_replicas(layout, spec, cluster)
     if assignments is None:
         raise LayoutError(f"{layout} does not fit on {len(cluster.nodes)} nodes with {cluster.slots} slots")
@@ -25,7 +25,8 @@ def assigned_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> 
 
 
 def assignment_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> Iterator[str]:
-    """Yields the ranks of each node, then the traffic between nodes in one step, for each replica."""
+    """Yields lines of text, for each replica: the ranks of each node, then the traffic between nodes in one step, and the time
+    that takes at least. `step` has the rows of all DP ranks. Raises `LayoutError` if not all replicas fit."""
     yield f"placement on {len(cluster.nodes)} nodes of {sizes(node.slots for node in cluster.nodes)} slots"
     for index, assignment in enumerate(assigned_replicas(layout, spec, cluster)):
         ranks = nodes_of_ranks(layout, assignment)
@@ -40,7 +41,9 @@ def assignment_lines(spec: ModelSpec, layout: Layout, step: StepShape, cluster: 
 
 
 def assignment_json(spec: ModelSpec, layout: Layout, step: StepShape, cluster: ClusterSpec) -> list[dict[str, Any]]:
-    """Returns the same figures for each replica as plain values."""
+    """Returns the placement of each replica as plain values: the node of each rank, the boundaries that its groups cross, and
+    the traffic between nodes in one step (bytes, seconds). `step` has the rows of all DP ranks. Raises `LayoutError` if not all
+    replicas fit."""
     found = []
     for assignment in assigned_replicas(layout, spec, cluster):
         ranks = nodes_of_ranks(layout, assignment)

@@ -24,7 +24,8 @@ _WIDEST = 64
 
 
 def as_text(cluster: ClusterSpec, free: Sequence[int]) -> str:
-    """Returns the table, the drawing and the links. `free`: the number of free slots of each node."""
+    """Returns a cluster as text: a table of its nodes, a drawing of its topology, and its links. `free` has the number of free
+    slots of each node, in the order of ``cluster.nodes``. Raises `ValueError` if the lengths differ."""
     sections = (_table(cluster, free), _drawing(cluster, free), _links(cluster))
     return "\n\n".join("\n".join(section) for section in sections)
 

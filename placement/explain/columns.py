@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], right: set[int]) -> Iterator[str]:
-    """Yields rows of text in aligned columns, indented by two. The columns in `right` are aligned to the right."""
+    """Yields each of `rows`, the cells of a table, as a line of text in aligned columns, indented by two. The columns whose
+    indices are in `right` are aligned to the right. Raises `ValueError` if the rows have different lengths."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -35,7 +35,8 @@ _AFTER = {"attn.qkv.weight": _CONTEXT, "attn.kv_b.weight": _CONTEXT, "attn.o.wei
 
 
 def grid(explained: Explanation) -> Iterator[str]:
-    """Yields the rank grid, with the tp axis across and the other axes down."""
+    """Yields the lines of a drawing of the rank grid, with the tp axis across and the other axes down; each cell has the
+    layers, heads, columns and memory of a rank."""
     layout = explained.layout
     cells = [_cell(explained, view) for view in explained.ranks]
     width = max(len(line) for cell in cells for line in cell)
@@ -53,8 +54,8 @@ def grid(explained: Explanation) -> Iterator[str]:
 
 
 def layer_path(explained: Explanation, rank: int) -> Iterator[str]:
-    """Yields the drawing of one layer on one rank: the shapes and bytes of its weights, and the collectives of the step in
-    their places."""
+    """Yields the lines of a drawing of one layer on the world rank `rank`: the shapes and bytes of its weights, and the
+    collectives of the step in their places. Raises `IndexError` if there is no such rank."""
     spec, view, step = explained.spec, explained.ranks[rank], explained.step
     sent = [entry for entry, makers in explained.traffic if rank in makers]
     tokens = view.num_hidden
@@ -93,7 +94,7 @@ def _shape(row: Parameter) -> str:
 
 
 def runs_text(numbers: range) -> str:
-    """Returns ``0-14``, or ``7`` for a single number."""
+    """Returns a non-empty range as text, with both ends included: ``0-14``, or ``7`` for a single number."""
     return f"{numbers.start}-{numbers.stop - 1}" if len(numbers) > 1 else str(numbers.start)
 
 

@@ -24,7 +24,8 @@ _MOST_GROUPS = 8
 
 
 def as_text(explained: Explanation, name: str) -> str:
-    """Returns the complete report."""
+    """Returns the complete report on a layout: rank grid, groups, one layer, traffic of a step, memory and balance. `name` is
+    the model's name in its title."""
     sections = (_head(explained, name), drawing.grid(explained), _groups(explained), _layer(explained))
     rest = (_traffic(explained), _memory(explained), _balance(explained))
     return "\n\n".join("\n".join(section) for section in (*sections, *rest))

@@ -42,7 +42,7 @@ class RankView:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the weights and the KV cache together."""
+        """Bytes of the rank's weights and of its share of the step's KV cache together."""
         return self.memory.weight_bytes + self.kv_bytes
 
 
@@ -61,7 +61,9 @@ class Explanation:
 
 
 def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
-    """Explain a layout that has passed `placement.legality.check`."""
+    """Returns what each rank of one replica holds, its process groups, and the traffic, memory and balance of one step. The
+    layout must have passed `placement.legality.check`; `step` has the rows of all DP ranks and the data type of weights and KV
+    cache."""
     memories = rank_memories(spec, layout, step.dtype)
     ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
     groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec, layout)}
@@ -74,12 +76,14 @@ def _axes(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
 
 
 def shown_layer(spec: ModelSpec, own: Shard) -> int:
-    """Returns the layer of a rank that represents all others: its first MoE layer, or else its first layer."""
+    """Returns the index of the layer that represents all layers of the rank with the shard `own`: its first MoE layer, or else
+    its first layer."""
     return next((layer for layer in own.layers if spec.moe_of(layer)), own.layers.start)
 
 
 def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Parameter]]:
-    """Yields the parameters of one layer of a rank (`shown_layer`), by their names within the layer."""
+    """Yields the parameters of one layer (`shown_layer`) of the rank with the shard `own`, each with its name within the layer,
+    for example ``attn.qkv.weight``."""
     start = f"layers.{shown_layer(spec, own)}."
     for row in parameters(spec, own):
         if row.name.startswith(start):
@@ -87,7 +91,8 @@ def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Paramet
 
 
 def as_json(explained: Explanation, name: str) -> dict[str, Any]:
-    """Returns the complete explanation as plain values. All byte counts are exact."""
+    """Returns the complete explanation as plain values that can be written as JSON; `name` is the model's name in it. All byte
+    counts are exact."""
     spec, layout, step = explained.spec, explained.layout, explained.step
     return {
         "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},
@@ -113,7 +118,8 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
 
 
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
-    """Returns the micro-batch counts to show for a pipeline: one, twice and eight times the number of stages."""
+    """Returns the numbers of micro-batches in flight for which the pipeline bubble is shown: 1, ``2 * pp`` and ``8 * pp``; an
+    empty tuple without pipeline stages."""
     return (1, 2 * layout.pp, 8 * layout.pp) if layout.pp > 1 else ()
 
 

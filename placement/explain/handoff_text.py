@@ -29,7 +29,7 @@ class HandoffExplanation:
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of the prompt's KV cache, without duplicates."""
+        """Bytes of the prompt's KV cache in all layers, each value counted once."""
         return sequence_bytes(self.spec, self.tokens, self.dtype)
 
     @property
@@ -38,10 +38,12 @@ class HandoffExplanation:
         return sum(self.bytes_of(copy) for copy in self.copies)
 
     def bytes_of(self, copy: Copy) -> int:
+        """Returns the number of bytes that one of the copies transfers."""
         return copy.num_bytes(self.spec, self.dtype)
 
     def bytes_by_rank(self, end: str) -> dict[int, int]:
-        """Returns the bytes by rank of one end, ``source`` or ``destination``. Ranks without any are left out."""
+        """Returns the bytes moved by world rank of one end: `end` is ``source`` (sent by prefill ranks) or ``destination``
+        (received by decode ranks). Ranks without any are left out."""
         found: Counter[int] = Counter()
         for copy in self.copies:
             found[getattr(copy, end)] += self.bytes_of(copy)
@@ -49,14 +51,16 @@ class HandoffExplanation:
 
 
 def explain_handoff(spec: ModelSpec, prefill: Layout, decode: Layout, tokens: int, dtype: DType) -> HandoffExplanation:
-    """Explain the hand-off between two layouts that have passed `placement.legality.check`. The KV pages of both have the same
-    number of tokens."""
+    """Returns the copies of a prompt's KV cache from a prefill to a decode replica. Both layouts must have passed
+    `placement.legality.check`; `tokens` is the length of the prompt (at least 1), `dtype` the type of both KV caches, whose
+    pages have the same number of tokens. Raises `ModelError` if the model has several attention kinds, or values of another
+    size than keys."""
     return HandoffExplanation(spec, prefill, decode, tokens, dtype, handoff(spec, Side(prefill), Side(decode), range(tokens)))
 
 
 def handoff_json(found: HandoffExplanation, name: str) -> dict[str, Any]:
-    """Returns the explanation as plain values. Byte counts are exact; bytes per token are floats where they do not divide
-    evenly."""
+    """Returns the explanation as plain values that can be written as JSON; `name` is the model's name in it. Byte counts are
+    exact; bytes per token are floats where they do not divide evenly."""
     return {
         "model": name,
         "prefill": str(found.prefill),
@@ -74,7 +78,8 @@ def handoff_json(found: HandoffExplanation, name: str) -> dict[str, Any]:
 
 
 def handoff_text(found: HandoffExplanation, name: str) -> str:
-    """Returns the report."""
+    """Returns the report on a hand-off: bytes of the prompt, a table of all copies, and the most loaded rank of each side.
+    `name` is the model's name in its title."""
     sections = (_head(found, name), _copies(found), _ranks(found))
     return "\n\n".join("\n".join(section) for section in sections)
 

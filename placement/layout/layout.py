@@ -65,7 +65,8 @@ class Layout(BaseModel):
 
     @property
     def rest_for_moe_tp(self) -> int:
-        """Ranks of a stage divided by ``moe_dp * ep``: the only legal `moe_tp`, if the division is exact."""
+        """Number of ranks of a stage divided by ``moe_dp * ep``, rounded down, at least 1: the only legal `moe_tp`, if the
+        division is exact."""
         return max(1, self.stage_ranks // (self.moe_dp * self.ep))
 
     @property
@@ -76,29 +77,31 @@ class Layout(BaseModel):
 
     @property
     def stage_ranks(self) -> int:
-        """Number of ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage: ``attn_dp * cp * tp``."""
         return self.attn_dp * self.cp * self.tp
 
     @property
     def world(self) -> int:
-        """Number of ranks of one replica."""
+        """Number of ranks of one replica: ``pp * stage_ranks``."""
         return self.pp * self.stage_ranks
 
     @property
     def devices(self) -> int:
-        """Number of ranks of the whole deployment."""
+        """Number of ranks of the whole deployment: ``replicas * world``."""
         return self.replicas * self.world
 
     @property
     def kv_owners(self) -> int:
-        """Number of ranks over which the KV blocks of one sequence are split (see `placement.ownership.context`)."""
+        """Number of ranks over which the KV blocks of one sequence are split: ``cp * dcp`` (see
+        `placement.ownership.context`)."""
         return self.cp * self.dcp
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses the text form, for example ``tp=2,pp=2,stage_layers=16/14``; an empty text is the single-rank layout.
+        """Returns the layout of a text such as ``tp=2,pp=2,stage_layers=16/14``; an empty text is the single-rank layout.
 
-        Raises `LayoutError` that lists every fault of the text.
+        Raises `LayoutError` that lists every fault of the text: unknown or repeated fields, and illegal values. Whether the
+        layout suits a model is not checked (see `placement.legality.check`).
         """
         values: dict[str, Any] = {}
         faults: list[str] = []
@@ -175,7 +178,7 @@ def _unknown(name: str, fields: list[str]) -> str:
 
 
 def text_of(value: object) -> str:
-    """Returns the text form of one field's value."""
+    """Returns the text form of one field's value, as `Layout.parse` reads it: ``16/14`` for a tuple, ``true`` for True."""
     if isinstance(value, tuple):
         return _LIST_SEPARATOR.join(text_of(entry) for entry in value)
     if isinstance(value, bool):

@@ -26,20 +26,23 @@ WORTH_BYTES = 64 * 2**20
 
 
 def is_over_stage(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether the head is split over all DP ranks of the last stage."""
+    """Whether the LM head is split over the tp ranks of all DP ranks of the last stage together, instead of over those of each
+    DP rank: as `lm_head` of the layout says, or by default if that saves a rank of an MoE model enough memory."""
     if layout.lm_head != "auto":
         return layout.lm_head == "stage"
     return spec.moe is not None and not _hindrance(spec, layout) and spared_bytes(spec, layout) >= WORTH_BYTES
 
 
 def spared_bytes(spec: ModelSpec, layout: Layout) -> int:
-    """Returns the bytes of the head, in the model's dtype, that a rank saves if the head is split over all DP ranks."""
+    """Returns the bytes of the LM head, in the model's dtype, that a rank saves if the head is split over all DP ranks instead
+    of those of one."""
     head = spec.vocab_size * spec.hidden_size * DTYPE_BYTES[spec.dtype]
     return head // layout.tp - head // (layout.tp * layout.attn_dp)
 
 
 def head_can_be_sharded(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that the requested `lm_head` is possible and has an effect (a rule of `placement.legality.rules`)."""
+    """Checks that the requested `lm_head` is possible and has an effect (a rule of `placement.legality.rules`); yields the
+    field at fault and a sentence if it is not."""
     if layout.lm_head == "stage" and (why := _hindrance(spec, layout)):
         yield "lm_head", f"lm_head=stage splits the head over the DP ranks of a stage, but {why}"
     if layout.lm_head == "dp_rank" and layout.attn_dp == 1:

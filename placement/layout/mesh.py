@@ -76,17 +76,18 @@ class MoECoords:
 
 
 def sizes(layout: Layout, axes: Sequence[str] = AXES) -> tuple[int, ...]:
-    """Returns the number of ranks along each of the axes."""
+    """Returns the number of ranks along each of the axes, which are names of size fields of `Layout`."""
     return tuple(getattr(layout, axis) for axis in axes)
 
 
 def coords_of(layout: Layout, world_rank: int) -> Coords:
-    """Returns the coordinates of a world rank. Raises `IndexError` outside ``range(layout.world)``."""
+    """Returns the coordinates of a world rank (its number within the replica) in the dense grid. Raises `IndexError` outside
+    ``range(layout.world)``."""
     return Coords(*_indices(layout, AXES, world_rank))
 
 
 def world_rank(layout: Layout, coords: Coords) -> int:
-    """Returns the world rank at the given coordinates; the inverse of `coords_of`."""
+    """Returns the world rank at the given coordinates, which are not checked; the inverse of `coords_of`."""
     return _number(layout, AXES, coords)
 
 
@@ -99,7 +100,7 @@ def moe_coords_of(layout: Layout, world_rank: int) -> MoECoords:
 
 
 def moe_world_rank(layout: Layout, coords: MoECoords) -> int:
-    """Returns the world rank at the given MoE coordinates; the inverse of `moe_coords_of`."""
+    """Returns the world rank at the given MoE coordinates, which are not checked; the inverse of `moe_coords_of`."""
     return _number(layout, MOE_AXES, coords)
 
 
@@ -129,7 +130,8 @@ def output_ranks(layout: Layout) -> list[int]:
 
 
 def dp_rank_members(layout: Layout, dp_rank: int) -> frozenset[int]:
-    """Returns the world ranks of a DP rank, in all stages."""
+    """Returns the world ranks that belong to the DP rank (attn_dp) `dp_rank`, in all stages; an empty set if there is no such
+    DP rank."""
     return frozenset(rank for rank in range(layout.world) if coords_of(layout, rank).attn_dp == dp_rank)
 
 
@@ -176,11 +178,13 @@ _GROUPS: Mapping[str, Callable[[Layout], list[list[int]]]] = {
 
 
 def talking_axes(spec: ModelSpec, layout: Layout | None = None) -> tuple[str, ...]:
-    """Returns the axes along which the ranks of a model communicate; `HEAD_AXIS` is included only if `layout` needs it."""
+    """Returns the axes along which the ranks of a model communicate: `GROUP_AXES`, ``moe`` for an MoE model, and `HEAD_AXIS` if
+    `layout` is given and splits the LM head over all DP ranks."""
     axes = GROUP_AXES if spec.moe is None else (*GROUP_AXES, "moe")
     return (*axes, HEAD_AXIS) if layout is not None and is_over_stage(spec, layout) else axes
 
 
 def group_of(layout: Layout, axis: str, rank: int) -> list[int]:
-    """Returns the group of one axis that a world rank belongs to."""
+    """Returns the group of one axis that a world rank belongs to, as world ranks in axis order. Raises `KeyError` for an
+    unknown axis, and `StopIteration` if the layout has no such rank."""
     return next(group for group in groups(layout, axis) if rank in group)

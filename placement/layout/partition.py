@@ -22,15 +22,17 @@ Shares = tuple[float, ...] | None
 
 
 def partition(total: int, parts: int, shares: Shares = None) -> list[range]:
-    """Splits ``range(total)`` into `parts` contiguous ranges, whose lengths are those of `counts`."""
+    """Returns `parts` contiguous ranges that split ``range(total)``. They are even, or in proportion to `shares`; their lengths
+    are those of `counts`."""
     return ranges(counts(total, parts, shares))
 
 
 def counts(total: int, parts: int, shares: Shares = None) -> list[int]:
-    """Returns the number of items of each part: its quota rounded down or up, by largest remainder, lower parts first.
+    """Returns the number of items, `total` in all, of each of `parts` parts: its quota rounded down or up, by largest
+    remainder, lower parts first.
 
-    With shares every part gets at least one item (`total` must be at least `parts`): a part whose quota is below one gets one,
-    and the others share the rest.
+    Quotas are equal, or in proportion to `shares` (one per part). With shares every part gets at least one item (`total` must
+    be at least `parts`): a part whose quota is below one gets one, and the others share the rest.
     """
     if shares is None:
         return [total // parts + (part < total % parts) for part in range(parts)]
@@ -38,10 +40,12 @@ def counts(total: int, parts: int, shares: Shares = None) -> list[int]:
 
 
 def partition_balanced(blocks: int, block: int, already: Sequence[int], each: int, shares: Shares = None) -> list[range]:
-    """Splits ``blocks * block`` items into contiguous ranges by a greedy assignment of blocks of `block` items.
+    """Returns contiguous ranges, one per part, that split ``blocks * block`` items by a greedy assignment of blocks of `block`
+    items.
 
-    Every part first gets one block. Each further block goes to the part with the least weight relative to its share, the lowest
-    on a tie. `already` is the weight that each part holds before; `each` is the weight of one item.
+    `already` is the weight that each part holds before, which sets the number of parts (at most `blocks`); `each` is the weight
+    of one item. Every part first gets one block. Each further block goes to the part with the least weight relative to its
+    share (None: equal shares), the lowest on a tie.
     """
     scale = _inverses(shares or [1.0] * len(already))
     parts = [block] * len(already)
@@ -56,11 +60,12 @@ def partition_balanced(blocks: int, block: int, already: Sequence[int], each: in
 
 @lru_cache(maxsize=64)
 def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = None) -> tuple[range, ...]:
-    """Assigns a run of neighbouring parts to each of `groups` groups of items, if there are more parts than groups.
+    """Returns, for each of `groups` groups of `group_size` items, the run of neighbouring parts that share it, as a range of
+    part indices.
 
-    The parts of a run split the `group_size` items of their group, so no run is longer than that. Without shares the lengths
-    of the runs differ by at most one. With shares the runs bring the parts nearest to their quotas (least squares); among
-    equals, the most even runs are chosen.
+    There are at least as many parts as groups. The parts of a run split the items of their group, so no run is longer than
+    `group_size`. Without shares the lengths of the runs differ by at most one. With shares (one per part) the runs bring the
+    parts nearest to their quotas (least squares); among equals, the most even runs are chosen.
     """
     if shares is None:
         return tuple(partition(parts, groups))
@@ -89,7 +94,7 @@ def partition_groups(group_size: int, groups: int, parts: int, shares: Shares = 
 
 
 def ranges(lengths: Sequence[int]) -> list[range]:
-    """Returns contiguous ranges of the given lengths, starting at 0."""
+    """Returns contiguous ranges of the given lengths, the first starting at 0."""
     return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 

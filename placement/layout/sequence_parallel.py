@@ -17,10 +17,12 @@ TOKENS_PER_RANK = 32
 
 
 def scatter_from(layout: Layout) -> int | None:
-    """Returns the minimum number of prompt tokens of a scattered step; None: no step is scattered."""
+    """Returns the minimum number of prompt tokens for which a step is scattered over the tp group (sequence parallelism); None:
+    no step is scattered, since the layout has no `sp`."""
     return TOKENS_PER_RANK * layout.tp if layout.sp else None
 
 
 def is_scattered(query_lens: Iterable[int], least: int | None) -> bool:
-    """Whether a step whose rows run `query_lens` tokens each is scattered; `least` is the result of `scatter_from`."""
+    """Whether a step is scattered over the tp group: its prompt tokens, those of rows that run more than one, number at least
+    `least`. `query_lens` has the number of tokens that each row runs on the rank; `least` is the result of `scatter_from`."""
     return least is not None and sum(count for count in query_lens if count > 1) >= least

@@ -27,9 +27,11 @@ _Cost = tuple[int, int]
 
 @lru_cache(maxsize=256)
 def partition_layers(layers: tuple[int, ...], stages: int, embedding: int, head: int) -> tuple[int, ...]:
-    """Returns the number of layers of each of `stages` stages, at least one each.
+    """Returns the number of layers of each of `stages` pipeline stages, at least one each, such that the largest stage is
+    minimal.
 
-    `layers` has the number of weights of each layer, `embedding` and `head` those of the embedding and the LM head.
+    `layers` has the number of weights of each layer, `embedding` and `head` those of the embedding (held by the first stage)
+    and the LM head (read by the last). There must be at least as many layers as stages.
     """
     starts = [0, *accumulate(layers)]
     limit = _least_maximum(starts, stages, head)

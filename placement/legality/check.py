@@ -22,9 +22,10 @@ class Violation(BaseModel):
 
 
 def check(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> list[Violation]:
-    """Returns every rule that a layout breaks for a model, each with the nearest legal layouts.
+    """Returns every rule that a layout breaks for a model, each with the nearest legal layouts; an empty list if the layout is
+    legal.
 
-    The rules of the cluster are checked only if one is given. The result is empty if the layout is legal.
+    The rules of the cluster (enough slots, tp groups inside nodes) are checked only if one is given.
     """
     found = broken(layout, spec, cluster)
     if not found:
@@ -41,7 +42,8 @@ def check(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -
 
 
 def require(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None = None) -> None:
-    """Raises `LayoutError` with every broken rule in one message, unless the layout is legal."""
+    """Raises `LayoutError` with every broken rule, and the nearest legal layouts, in one message, unless the layout is legal
+    for the model and, if given, the cluster."""
     violations = check(layout, spec, cluster)
     if violations:
         raise LayoutError("\n".join([f"layout {layout} cannot be used:", *(f"- {broken.message}" for broken in violations)]))

@@ -17,7 +17,8 @@ from placement.model.spec import ModelSpec
 
 
 def experts_are_there(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that expert fields are set only for models with experts, since they would have no effect otherwise."""
+    """Checks that expert fields are set only for models with experts, since they would have no effect otherwise; yields the
+    field at fault and a sentence for each that is."""
     if spec.moe is None:
         for name in ("ep", "moe_dp", "redundant_experts", "dispatch"):
             if name in layout.asked:
@@ -28,7 +29,8 @@ def experts_are_there(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, st
 
 
 def moe_axes_fill_a_stage(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that the MoE layers use all ranks of a stage: ``moe_dp * ep * moe_tp == stage_ranks``."""
+    """Checks that the MoE layers use all ranks of a stage, ``moe_dp * ep * moe_tp == stage_ranks``; yields the field at fault
+    and a sentence if they do not."""
     explicit = "moe_tp" in layout.asked
     if layout.moe_dp * layout.ep * layout.moe_tp == layout.stage_ranks or (spec.moe is None and not explicit):
         return
@@ -41,7 +43,8 @@ def moe_axes_fill_a_stage(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str
 
 
 def an_expert_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that every moe_tp rank holds at least one column of each of its experts."""
+    """Checks that every moe_tp rank holds at least one column of each of its experts; yields the field at fault and a sentence
+    if not."""
     if spec.moe is not None and layout.moe_tp > spec.moe.expert_size:
         columns = f"the {spec.moe.expert_size} columns (moe_intermediate_size) of an expert"
         # A moe_tp that was not given follows from ep, so ep is the field to change.
@@ -50,14 +53,15 @@ def an_expert_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple
 
 
 def an_expert_per_ep_rank(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that every ep rank holds at least one expert."""
+    """Checks that every ep rank holds at least one expert; yields the field at fault and a sentence if not."""
     if spec.moe is not None and layout.ep > spec.moe.num_experts + layout.redundant_experts:
         copies = f" and {layout.redundant_experts} redundant ones" if layout.redundant_experts else ""
         yield "ep", f"ep={layout.ep} is more than the {spec.moe.num_experts} experts{copies} of the model"
 
 
 def copies_go_to_other_ranks(layout: Layout, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Checks that redundant experts fit on other ep ranks: a second copy on the same rank is useless."""
+    """Checks that redundant experts fit on other ep ranks, since a second copy on the same rank is useless; yields the field at
+    fault and a sentence if they do not."""
     asked = layout.redundant_experts
     if spec.moe is None or not asked:
         return
@@ -73,7 +77,7 @@ def copies_go_to_other_ranks(layout: Layout, spec: ModelSpec) -> Iterator[tuple[
 
 
 def most_redundant(spec: ModelSpec, ep: int) -> int:
-    """Returns the maximum number of redundant experts on `ep` ranks: every expert on every rank."""
+    """Returns the maximum number of redundant experts on `ep` ranks, with every expert on every rank; 0 for a dense model."""
     return spec.moe.num_experts * (ep - 1) if spec.moe is not None else 0
 
 
@@ -87,7 +91,8 @@ EXPERT_RULES = (
 
 
 def nearest_expert_axes(asked: Layout, spec: ModelSpec, stage_ranks: int) -> dict[str, Any]:
-    """Returns the legal expert fields nearest to those of `asked`, for a stage of `stage_ranks` ranks; `dispatch` is kept."""
+    """Returns the legal expert fields nearest to those of `asked`, for a stage of `stage_ranks` ranks, as keyword arguments of
+    `Layout` without `moe_tp`; `dispatch` is kept. Empty for a dense model; without `ep` if no size of it is legal."""
     if spec.moe is None:
         return {}
     moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)

@@ -33,39 +33,43 @@ _KV_FIELDS = {"": "num_key_value_heads", "window ": "swa_num_key_value_heads"}
 
 
 def broken(layout: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Broken]:
-    """Returns every broken rule, without suggestions."""
+    """Returns the field at fault and a sentence for every broken rule, without suggestions. The rules of the cluster are
+    checked only if it is not None."""
     on_model = [found for rule in MODEL_RULES for found in rule(layout, spec)]
     on_cluster = [found for rule in CLUSTER_RULES for found in rule(layout, cluster)] if cluster is not None else []
     return on_model + on_cluster
 
 
 def a_query_head_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that every tp rank has a query head: the heads of a KV group may be split over ranks, a single head may not."""
+    """Checks that every tp rank has a query head: the heads of a KV group may be split over ranks, a single head may not;
+    yields the field at fault and a sentence if not."""
     if layout.tp > spec.num_heads:
         yield "tp", f"tp={layout.tp} is more than the {spec.num_heads} query heads (num_attention_heads) of the model"
 
 
 def a_column_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that every tp rank has a column of every MLP and of the shared expert."""
+    """Checks that every tp rank has a column of every MLP and of the shared expert; yields the field at fault and a sentence
+    for each that has too few."""
     for name, width in spec.widths.items():
         if layout.tp > width:
             yield "tp", f"tp={layout.tp} is more than the {width} {name} columns ({_WIDTH_FIELDS[name]}) of the model"
 
 
 def a_vocabulary_row_per_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that every tp rank has a row of the embedding and of the head."""
+    """Checks that every tp rank has a row of the embedding and of the head; yields the field at fault and a sentence if not."""
     if layout.tp > spec.vocab_size:
         yield "tp", f"tp={layout.tp} is more than the {spec.vocab_size} vocabulary rows (vocab_size) of the model"
 
 
 def a_layer_per_stage(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that every pipeline stage has at least one layer."""
+    """Checks that every pipeline stage has at least one layer; yields the field at fault and a sentence if not."""
     if layout.pp > spec.num_layers:
         yield "pp", f"pp={layout.pp} is more than the {spec.num_layers} layers (num_hidden_layers) of the model"
 
 
 def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that an explicit `stage_layers` covers every stage and every layer."""
+    """Checks that an explicit `stage_layers` covers every stage and every layer; yields the field at fault and a sentence for
+    each of the two that it does not."""
     given = layout.stage_layers
     if given is None:
         return
@@ -77,9 +81,9 @@ def stage_layers_add_up(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
 
 
 def a_share_per_tp_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that `tp_shares` has one share per tp rank.
+    """Checks that `tp_shares` has one share per tp rank; yields the field at fault and a sentence if it has not.
 
-    Their sizes are free: the split gives each rank at least one query head, one MLP column and one vocabulary row.
+    The sizes of the shares are free: the split gives each rank at least one query head, one MLP column and one vocabulary row.
     """
     given = layout.tp_shares
     if given is not None and len(given) != layout.tp:
@@ -87,13 +91,15 @@ def a_share_per_tp_rank(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
 
 
 def sp_has_tokens_to_split(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that sequence parallelism has a tp group of several ranks over which to split tokens."""
+    """Checks that sequence parallelism has a tp group of several ranks over which to split tokens; yields the field at fault
+    and a sentence if not."""
     if layout.sp and layout.tp == 1:
         yield "sp", "sp=true splits the tokens of norms and residual sums over the tp ranks, but tp=1"
 
 
 def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that all ranks of a dcp group hold the same KV head, whose positions they split between them."""
+    """Checks that all ranks of a dcp group hold the same KV head, whose positions they split between them; yields the field at
+    fault and a sentence if not."""
     shares = layout.tp_shares if layout.tp_shares and len(layout.tp_shares) == layout.tp else None
     legal = legal_dcp(spec, layout.tp, shares) if layout.tp <= spec.num_heads else [layout.dcp]
     if layout.dcp in legal:
@@ -112,13 +118,14 @@ def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Brok
 
 
 def a_style_needs_cp(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that `cp_style` is set only with context parallelism, since it would have no effect otherwise."""
+    """Checks that `cp_style` is set only with context parallelism, since it would have no effect otherwise; yields the field at
+    fault and a sentence if not."""
     if layout.cp_style != "ring" and layout.cp == 1:
         yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"
 
 
 def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
-    """Checks that the cluster has one slot per rank."""
+    """Checks that the cluster has one slot per rank of all replicas; yields the field at fault and a sentence if not."""
     if layout.devices > cluster.slots:
         product = f"replicas={layout.replicas} x pp={layout.pp} x {layout.stage_ranks} ranks a stage"
         nodes = f"{len(cluster.nodes)} node{'' if len(cluster.nodes) == 1 else 's'}"
@@ -129,7 +136,8 @@ def devices_exist(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
 
 
 def tp_groups_fit_in_nodes(layout: Layout, cluster: ClusterSpec) -> Iterator[Broken]:
-    """Checks that all tp groups fit into nodes. A group never spans nodes, so slots left on several nodes do not combine."""
+    """Checks that all tp groups fit into nodes; yields the field at fault and a sentence if not. A group never spans nodes, so
+    slots left on several nodes do not combine."""
     largest = cluster.largest_node
     groups, room = layout.devices // layout.tp, cluster.tp_groups(layout.tp)
     if largest is None or layout.tp > largest.slots:

@@ -19,7 +19,8 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
-    """Returns layouts for the model and the cluster that use no more devices than `asked`; some may still break rules."""
+    """Returns layouts for the model and the cluster (None: no limit by nodes) that resemble `asked` and use no more devices;
+    some may still break rules."""
     stages = max(asked.pp, len(asked.stage_layers or ()))
     devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
     most_tp = min(spec.num_heads, *spec.widths.values(), spec.vocab_size, devices)
@@ -58,9 +59,10 @@ def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator
 
 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
-    """Returns at most two legal layouts: the one with the fewest changes, and the one that uses the most requested devices.
+    """Returns at most two of the layouts `among` that satisfy `is_legal`: the one with the fewest changes from `asked`, and the
+    one that uses the most of its devices.
 
-    `field` is the field at fault, whose change does not count.
+    `field` is the field at fault, whose change does not count. The result is empty if none is legal.
     """
     changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
     uses_most = sorted(
@@ -71,7 +73,7 @@ def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[
 
 
 def sizes(numbers: Iterable[int]) -> str:
-    """Returns numbers as text, with runs as ranges: ``1-6, 8``."""
+    """Returns numbers as text, ascending, without duplicates and with runs as ranges: ``1-6, 8``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -44,10 +44,13 @@ class AttentionKind:
 
 
 def plain_kind(num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, label: str = "") -> AttentionKind:
-    """Returns the kind of multi-head or grouped-query attention, whose cache holds full keys and values."""
+    """Returns the kind of multi-head or grouped-query attention, whose cache holds full keys and values. `key_dim` and
+    `value_dim` are the dimensions of a key (or query) head and of a value head; `label` is the prefix of the names of its
+    collectives."""
     return AttentionKind(num_heads, num_kv_heads, key_dim, value_dim, key_dim + value_dim, value_dim, label)
 
 
 def latent_kind(num_heads: int, latent_dim: int, kv_lora_rank: int) -> AttentionKind:
-    """Returns the kind of multi-head latent attention (MLA), whose cache holds one latent for all heads."""
+    """Returns the kind of multi-head latent attention (MLA), whose cache holds one latent of `latent_dim` values for all
+    `num_heads` query heads. `kv_lora_rank` is the size of a head's partial output, before the projection to values."""
     return AttentionKind(num_heads, 1, latent_dim, latent_dim, latent_dim, kv_lora_rank)

@@ -20,9 +20,11 @@ _FORM = b"shardwright/model/1\0"
 
 
 def model_digest(spec: ModelSpec, path: Path) -> str:
-    """Returns the digest, 64 hexadecimal digits, of a folder of safetensors files or of a GGUF file.
+    """Returns the digest, 64 hexadecimal digits, of a specification and of a folder of safetensors files or a GGUF file at
+    `path`.
 
-    Raises `FileNotFoundError` if there are no weight files.
+    It covers the length and a sample of the bytes of every weight file, so a few edited bytes may go unnoticed. Raises
+    `FileNotFoundError` if there are no weight files, and `OSError` if one cannot be read.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):

@@ -28,7 +28,7 @@ class ErrorReport:
 
 
 def report_of(error: BaseException) -> ErrorReport | None:
-    """Returns the report of a `ReportedError`, or None for any other error.
+    """Returns the code and message of `error` if it is a `ReportedError`, or None for any other error.
 
     An error that wraps a `ReportedError` from another process as its `cause` attribute (Ray's task errors do), however deep,
     counts as one.

@@ -43,7 +43,7 @@ class MLASpec(BaseModel):
 
     @property
     def query_dim(self) -> int:
-        """Number of dimensions of a head's query, and of its key."""
+        """Number of dimensions of a head's query, and of its key: ``nope_dim + rope_dim``."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -62,16 +62,19 @@ class MLASpec(BaseModel):
         return 2 * self.kv_lora_rank - self.nope_dim - self.value_dim
 
     def absorbs(self, queries: int, keys: int, pairs: int) -> bool:
-        """Whether the absorbed form is cheaper for `queries` queries and `keys` keys with `pairs` unmasked pairs."""
+        """Whether the absorbed form of attention needs fewer multiplications than the naive one, for `queries` queries and
+        `keys` keys of which `pairs` query-key pairs are unmasked."""
         return pairs * self._dearer < (keys - queries) * self._made
 
     def absorbs_row(self, new: int, cached: int) -> bool:
-        """Whether the absorbed form is cheaper for `new` tokens after `cached` ones, under a causal mask."""
+        """Whether the absorbed form of attention needs fewer multiplications than the naive one, for a row of `new` tokens
+        after `cached` ones, under a causal mask."""
         return self.absorbs(new, cached + new, new * cached + new * (new + 1) // 2)
 
     @property
     def crossover(self) -> int | None:
-        """Smallest number of new tokens for which the naive form is cheaper at any context length: ``n * dearer >= A``.
+        """Smallest number of new tokens of a row for which the naive form is cheaper at any context length: ``n * dearer >=
+        A``.
 
         None if there is no such number. With fewer new tokens, the naive form is cheaper only if the context is short enough.
         """

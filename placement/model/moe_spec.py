@@ -74,5 +74,5 @@ class MoESpec(BaseModel):
 
     @property
     def group_size(self) -> int:
-        """Number of experts in one group."""
+        """Number of experts in one expert group: ``num_experts / groups``."""
         return self.num_experts // self.groups

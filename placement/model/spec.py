@@ -66,22 +66,23 @@ class RopeSpec(BaseModel):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the rotation at a position depends on the length of the sequence."""
+        """Whether the rotation at a position depends on the length of the sequence (kinds ``longrope`` and ``dynamic``)."""
         return self.kind in ("longrope", "dynamic")
 
     def deciding_length(self, prompt_length: int, longest: int) -> int:
         """Returns the length, in tokens, by which the frequencies of a sequence are chosen when it starts.
 
-        `longest` is the length the sequence may grow to. ``longrope`` uses it, because a sequence must not change its
-        frequencies later: a query rotated by one set does not match keys rotated by the other. ``dynamic`` uses the prompt
-        length; each token after the prompt uses the number of tokens up to it.
+        `prompt_length` and `longest`, the length the sequence may grow to, are in tokens. ``longrope`` uses the latter, because
+        a sequence must not change its frequencies later: a query rotated by one set does not match keys rotated by the other.
+        The other kinds use the prompt length; with ``dynamic``, each token after the prompt uses the number of tokens up to it.
         """
         return longest if self.kind == "longrope" else prompt_length
 
     def length_class(self, deciding_length: int) -> int:
-        """Returns the class of a sequence: sequences of one class rotate equally and can share cached keys.
+        """Returns a number that is equal for sequences which rotate equally and can share cached keys.
 
-        All sequences up to the trained length are of class 0.
+        `deciding_length` is the result of the method of that name, in tokens. All sequences up to the trained length, and all
+        if the rotation does not depend on length, are of class 0.
         """
         if not self.depends_on_length or deciding_length <= (self.original_max_position or 0):
             return 0
@@ -191,7 +192,7 @@ class ModelSpec(BaseModel):
         return (main, plain_kind(self.num_heads, self.window_kv_heads, *dims, label="window "))
 
     def kind_of(self, layer: int) -> int:
-        """Returns the attention kind of a layer, as an index into `kinds`."""
+        """Returns the attention kind of the layer with this index, as an index into `kinds`."""
         return int(self.window_kv_heads is not None and self.windows[layer] is not None)
 
     @property
@@ -206,7 +207,7 @@ class ModelSpec(BaseModel):
 
     @property
     def kv_planes(self) -> int:
-        """Number of KV cache tensors of a layer (`AttentionKind.planes`), equal for all kinds."""
+        """Number of KV cache tensors of a layer, equal for all attention kinds: 2 (keys and values), or 1 (latents)."""
         return self.kinds[0].planes
 
     @property
@@ -221,22 +222,23 @@ class ModelSpec(BaseModel):
 
     @property
     def widths(self) -> dict[str, int]:
-        """Intermediate size of each kind of gated MLP in the model, by name: the columns that a tp group splits."""
+        """Intermediate size of each kind of gated MLP in the model, by name (``MLP``, ``shared expert``): the columns that a tp
+        group splits. Routed experts are not included."""
         moe = self.moe
         dense = {} if moe is not None and len(moe.layers) == self.num_layers else {"MLP": self.intermediate_size}
         shared = {"shared expert": moe.shared_size} if moe is not None and moe.shared_size else {}
         return dense | shared
 
     def moe_of(self, layer: int) -> MoESpec | None:
-        """Returns the MoE specification of a layer, or None if the layer is dense."""
+        """Returns the MoE specification of the layer with this index, or None if the layer is dense."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
 
     def has_sinks(self, layer: int) -> bool:
-        """Whether the query heads of a layer have attention sinks."""
+        """Whether the query heads of the layer with this index have attention sinks."""
         return self.sinks == "all" or (self.sinks == "windows" and self.windows[layer] is not None)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """Returns the rope of a layer, or None if the layer has none."""
+        """Returns the RoPE parameters of the layer with this index, or None if the layer has no RoPE."""
         if layer in self.unrotated_layers:
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope

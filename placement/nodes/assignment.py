@@ -52,7 +52,7 @@ class Crossings:
         return Crossings(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
 
     def as_tuple(self) -> tuple[int, ...]:
-        """Returns the fields, in order."""
+        """Returns the fields, in order of priority."""
         return (
             self.far_groups,
             self.far_hops,
@@ -71,7 +71,8 @@ class BundleAssignment:
     crossings: Crossings
 
     def node_of_rank(self, layout: Layout, world_rank: int) -> int:
-        """Returns the node index of a world rank."""
+        """Returns the node of a world rank of this replica, as an index into `ClusterSpec.nodes`. Raises `IndexError` if the
+        replica has no such rank."""
         return self.nodes[world_rank // layout.tp]
 
 
@@ -83,10 +84,12 @@ def assign_bundles(
     others: Collection[int] = (),
     home: int | None = None,
 ) -> BundleAssignment | None:
-    """Returns the assignment of one replica's bundles, or None if they do not fit into the `free` slots.
+    """Returns the assignment of one replica's bundles (one per tp group) to nodes, or None if they do not fit into the `free`
+    slots.
 
-    `free` has the free slots of each node; None: all slots. `others` are the nodes that serve other replicas. `home` is the
-    node preferred for the first bundle among nodes of equal cost.
+    `free` has the free slots of each node of `cluster`; None: all slots. `others` are the indices of the nodes that serve other
+    replicas, which are avoided if that costs nothing else. `home` is the index of the node preferred for the first bundle among
+    nodes of equal cost. The search has a budget: on large clusters the result may not be the optimum.
     """
     slots = [node.slots for node in cluster.nodes] if free is None else free
     room = [count // layout.tp for count in slots]
@@ -96,7 +99,8 @@ def assign_bundles(
 
 
 def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> list[BundleAssignment] | None:
-    """Assigns every replica in turn on an idle cluster; returns None if they do not all fit."""
+    """Returns the assignment of bundles to nodes of every replica, assigned in turn on an idle cluster; None if they do not all
+    fit."""
     free = [node.slots for node in cluster.nodes]
     assignments: list[BundleAssignment] = []
     for _ in range(layout.replicas):
@@ -111,13 +115,15 @@ def assign_replicas(layout: Layout, spec: ModelSpec, cluster: ClusterSpec) -> li
 
 
 def talkers(layout: Layout, spec: ModelSpec) -> Groups:
-    """Returns the groups of bundles that communicate in every layer."""
+    """Returns the groups of bundles, by index in the replica, that communicate in every layer: cp groups, and for an MoE model
+    the ranks of one copy of the experts. Groups of one bundle are left out."""
     axes = [axis for axis in mesh.talking_axes(spec) if axis in ("cp", "moe")]
     return _bundled(layout, axes)
 
 
 def dp_groups(layout: Layout) -> Groups:
-    """Returns the groups of bundles that belong to different DP ranks of one replica and communicate once a step."""
+    """Returns the groups of bundles, by index in the replica, that belong to different DP ranks of one replica and communicate
+    once a step. Groups of one bundle are left out."""
     return _bundled(layout, ["attn_dp"])
 
 
@@ -150,6 +156,7 @@ class _Search:
         self.dp_groups_of = [[group for group in self.dp_groups if bundle in group] for bundle in range(self.total)]
 
     def best(self) -> BundleAssignment | None:
+        """Returns the best assignment found, or None if the bundles do not fit."""
         self._go_on(Crossings())
         return self.found
 

@@ -24,26 +24,29 @@ _UNITS_PER_RESOURCE = 10_000
 
 
 def bundles(layout: Layout, kind: DeviceKind) -> list[Bundle]:
-    """Returns the bundles of one replica in world-rank order: one CPU per rank, and on CUDA one GPU per rank as well."""
+    """Returns the resource bundles of one replica, one per tp group in world-rank order: one CPU per rank, and on CUDA (`kind`)
+    one GPU per rank as well."""
     per_rank = {"cpu": ("CPU",), "cuda": ("GPU", "CPU")}[kind]
     return [{resource: float(layout.tp) for resource in per_rank} for _ in range(layout.world // layout.tp)]
 
 
 def bundle_of(layout: Layout, world_rank: int) -> int:
-    """Returns the index of the bundle that a world rank runs in."""
+    """Returns the index, in the replica's list of bundles, of the bundle that a world rank runs in."""
     return world_rank // layout.tp
 
 
 def counted(wanted: Sequence[Mapping[str, float]]) -> str:
-    """Returns the text for a list of equal bundles, for example ``2 bundles of 4 CPU``."""
+    """Returns the text for a list of equal bundles, for example ``2 bundles of 4 CPU``. `wanted` maps resource names to amounts
+    for each bundle. Raises `IndexError` if it is empty."""
     return f"{len(wanted)} bundle{'' if len(wanted) == 1 else 's'} of {_text(wanted[0])}"
 
 
 def impossible(wanted: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Returns why these bundles can never be placed together, or None if they fit on the idle nodes.
+    """Returns why these bundles can never be placed together, as a sentence, or None if they fit on the idle nodes.
 
-    `nodes` maps node names to total resources. Bundles may share a node. The check places the largest bundles first (first-fit
-    decreasing), which is exact if all bundles are equal, as those of `bundles` are.
+    `wanted` maps resource names to amounts for each bundle; `nodes` maps node names to total resources. Bundles may share a
+    node. The check places the largest bundles first (first-fit decreasing), which is exact if all bundles are equal, as those
+    of `bundles` are.
     """
     if not wanted:
         return None

@@ -38,7 +38,8 @@ class Machine(BaseModel):
 
     @property
     def shm_bytes(self) -> int:
-        """Bytes of shared memory for the object store, CPU rank groups and NCCL: a quarter of the RAM, at most 16 GiB."""
+        """Bytes of shared memory (/dev/shm) for the object store, CPU rank groups and NCCL: a quarter of the RAM, at most 16
+        GiB."""
         return min(16 * GIB, self.memory_bytes // 4)
 
     @property
@@ -52,7 +53,7 @@ class Machine(BaseModel):
         return self.slots if self.kind == "cpu" else self.cpus
 
     def require_cpus(self) -> None:
-        """Raises `LayoutError` if a GPU machine has fewer CPUs than slots: each rank requests one
+        """Raises `LayoutError` if a GPU machine has fewer CPUs than slots: each rank requests one CPU
         (`placement.nodes.bundles`)."""
         if self.ray_cpus < self.slots:
             raise LayoutError(
@@ -61,7 +62,8 @@ class Machine(BaseModel):
             )
 
     def require_room_for_transfers(self) -> None:
-        """Raises `LayoutError` if the shared memory is too small for the KV hand-off of all its ranks."""
+        """Raises `LayoutError` if the shared memory left beside the object store is less than `TRANSFER_BYTES` for each slot,
+        which a rank may need to hand off KV."""
         least = 2 * self.slots * TRANSFER_BYTES  # the object store takes up to half
         if self.shm_bytes < least:
             raise LayoutError(
@@ -83,12 +85,13 @@ class Fleet(BaseModel):
 
     @property
     def machines(self) -> int:
-        """Total number of machines."""
+        """Total number of machines: ``hosts * groups``."""
         return self.hosts * self.groups
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The cluster that these machines form."""
+        """The cluster that these machines form, with nodes ``machine0``, ``machine1`` and so on. The memory of a GPU machine
+        counts as unknown, since only its host RAM is given."""
         machine = self.machine
         memory = machine.memory_bytes if machine.kind == "cpu" else None
         nodes = (
@@ -100,7 +103,7 @@ class Fleet(BaseModel):
     def require_memory(self, weight_bytes: int) -> None:
         """Raises `LayoutError` if the weights alone, without KV cache, exceed the memory of a CPU machine.
 
-        `weight_bytes` is the total of all ranks of one replica.
+        `weight_bytes` is the total of all ranks of one replica, in bytes. GPU machines are not checked.
         """
         least = weight_bytes * self.replicas_a_group // self.hosts
         if self.machine.kind == "cpu" and self.machine.memory_bytes < least:
@@ -111,7 +114,7 @@ class Fleet(BaseModel):
 
 
 def fleet(layout: Layout, machine: Machine) -> Fleet:
-    """Returns the machines for all replicas of a layout.
+    """Returns the machines, all equal to `machine`, for all replicas of a layout.
 
     Raises `LayoutError` if a tp group does not fit into one machine, if a GPU machine has too few CPUs, or if more than
     `MOST_MACHINES` machines are needed.

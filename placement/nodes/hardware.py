@@ -51,7 +51,7 @@ class NodeSpec(BaseModel):
 
     @property
     def path(self) -> tuple[str | None, ...]:
-        """Topology labels of the node, outermost first: zone, rack, domain."""
+        """Topology labels of the node, outermost first: zone, rack, domain; None for an unknown one."""
         return self.zone, self.rack, self.domain
 
 
@@ -74,22 +74,24 @@ class ClusterSpec(BaseModel):
         return max(self.nodes, key=lambda node: node.slots, default=None)
 
     def tp_groups(self, tp: int) -> int:
-        """Returns how many groups of `tp` ranks fit if no group spans nodes."""
+        """Returns how many groups of `tp` ranks fit into the slots of all nodes if no group spans nodes."""
         return sum(node.slots // tp for node in self.nodes)
 
     def distance(self, one: int, other: int) -> int:
-        """Returns the distance between two nodes, given by index: 0 to 4, as defined in the module's docstring."""
+        """Returns the distance between two nodes, given by index: 0 for the same node, 1 in the same fast domain (or without
+        known difference), 2 in the same rack, 3 in the same zone, 4 in different zones."""
         if one == other:
             return 0
         ways = zip(self.nodes[one].path, self.nodes[other].path, strict=True)
         return next((4 - level for level, (a, b) in enumerate(ways) if a != b), 1)
 
     def is_slow(self, one: int, other: int) -> bool:
-        """Whether the link between two nodes is slow: the nodes share no fast domain."""
+        """Whether the link between two nodes, given by index, is slow: the nodes share no fast domain."""
         return self.distance(one, other) >= SLOW
 
     def link(self, one: int, other: int) -> Link:
-        """Returns the measured link between two nodes, or else the assumed one; for a node and itself, that of its devices."""
+        """Returns the measured link between two nodes, given by index, or else the assumed one; for a node and itself, that
+        between its devices."""
         a, b = self.nodes[one], self.nodes[other]
         if one == other and a.inside is not None:
             return a.inside
@@ -105,7 +107,7 @@ _BFLOAT16_FLAGS = {"avx512bw", "bf16", "amx_bf16"}
 def cpu_has_bfloat16(facts: Path = _CPU_FACTS) -> bool:
     """Whether this machine's CPU multiplies bfloat16 matrices at least about as fast as fp32 ones; True if unknown.
 
-    A CPU with AVX2 only is three to seven times slower in bfloat16.
+    `facts` is the file with the CPU's flags. A CPU with AVX2 only is three to seven times slower in bfloat16.
     """
     try:
         lines = facts.read_text().splitlines()

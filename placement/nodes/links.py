@@ -50,9 +50,11 @@ _BETWEEN = {
 
 
 def assumed(distance: int, kind: Literal["cpu", "cuda"], same_domain: bool) -> Link:
-    """Returns the typical link at a distance (see `placement.nodes.hardware`).
+    """Returns the typical link between two nodes (or the devices of one) at a distance of 0 to 4, as `ClusterSpec.distance`
+    counts it.
 
-    `same_domain` is whether both nodes are labelled with the same fast domain.
+    `kind` is the device kind of the nodes; `same_domain` is whether both nodes are labelled with the same fast domain. Raises
+    `KeyError` for a larger distance.
     """
     if kind == "cpu":
         return _MEMORY if distance == 0 else _BETWEEN[distance]
@@ -62,10 +64,11 @@ def assumed(distance: int, kind: Literal["cpu", "cuda"], same_domain: bool) -> L
 
 
 def fast_domains(names: Sequence[str], links: Sequence[NodeLink]) -> dict[str, str]:
-    """Infers fast domains from measured links; returns the domain name of each node.
+    """Infers fast domains from measured links; returns the domain name of each node, which is the name of one of its nodes.
 
-    Nodes share a domain if links of at least a quarter of the fastest link's speed join them, directly or through other nodes.
-    The result is empty if all nodes are in one domain, or if nothing was measured.
+    `names` are all nodes. Nodes share a domain if links of at least a quarter of the fastest link's speed join them, directly
+    or through other nodes. The result is empty if all nodes are in one domain, or if nothing was measured. Raises `KeyError` if
+    a fast link names an unknown node.
     """
     fastest = max((each.link.bytes_per_s for each in links), default=0.0)
     home = {name: name for name in names}

@@ -38,25 +38,29 @@ BLOCK_TOKENS = 16
 
 
 def is_split(new_tokens: int, cp: int) -> bool:
-    """Whether a row is split over the cp ranks, which requires at least one token for each of the 2*cp chunks."""
+    """Whether a row of `new_tokens` new tokens is split over the `cp` ranks, which requires several ranks and at least one
+    token for each of the 2*cp chunks."""
     return cp > 1 and new_tokens >= 2 * cp
 
 
 def chunks(new_tokens: int, cp: int) -> list[range]:
-    """Returns the 2*cp chunks of a split row as ranges of its new tokens; sizes differ by at most one, longer chunks first."""
+    """Returns the 2*cp chunks of a split row as ranges of its `new_tokens` new tokens, counted from 0; sizes differ by at most
+    one, longer chunks first."""
     each, longer = divmod(new_tokens, 2 * cp)
     sizes = (each + (chunk < longer) for chunk in range(2 * cp))
     return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def zigzag(new_tokens: int, cp: int) -> list[tuple[range, range]]:
-    """Returns the two chunks of each cp rank, i and 2*cp-1-i. Every rank is within one token of ``new_tokens / cp``."""
+    """Returns, for each cp rank i, its two chunks of a split row, i and 2*cp-1-i, as ranges of the row's new tokens counted
+    from 0. The ranks' totals differ by at most one token."""
     all_chunks = chunks(new_tokens, cp)
     return [(all_chunks[rank], all_chunks[-1 - rank]) for rank in range(cp)]
 
 
 def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:
-    """Returns the positions that a cp rank runs of a row with the new tokens ``[start, start + count)``.
+    """Returns the positions that a cp rank runs of a row with the new tokens ``[start, start + count)``: two chunks if the row
+    is split over the `cp` ranks (`is_split`), else all.
 
     The result is a tuple of contiguous ranges of positions in the sequence.
     """
@@ -66,7 +70,8 @@ def spans(start: int, count: int, cp: int, cp_rank: int) -> tuple[range, ...]:
 
 
 def restored_order(rows: Sequence[int], cp: int) -> list[int]:
-    """Returns the index of each new token of a step in the concatenation of the cp ranks' tokens in rank order.
+    """Returns, for each new token of a step (row after row), its index in the concatenation of the cp ranks' tokens in rank
+    order.
 
     `rows` has the number of new tokens of each row. For a row that every rank runs, the tokens of rank 0 are used.
     """
@@ -100,11 +105,13 @@ class Ownership:
         return (local // self.block_size * self.owners + self.owner) * self.block_size + local % self.block_size
 
     def blocks(self, table: list[int]) -> list[int]:
-        """Returns this owner's blocks of a sequence's complete block table."""
+        """Returns this owner's blocks of a sequence: every `owners`-th entry of `table`, the sequence's complete block
+        table."""
         return table[self.owner :: self.owners]
 
     def slot(self, position: int, blocks: list[int]) -> int:
-        """Returns the cache slot of a position, given this owner's blocks of the sequence; -1 if another owner keeps it."""
+        """Returns the cache slot (``block * block_size + offset``) of a position of a sequence, given this owner's `blocks` of
+        it; -1 if another owner keeps the position. Raises `IndexError` if the position is beyond the last of these blocks."""
         block = position // self.block_size
         if block % self.owners != self.owner:
             return -1
@@ -125,15 +132,19 @@ class ContextRank:
 
     @classmethod
     def of(cls, layout: Layout, coords: Coords, block_size: int) -> ContextRank:
+        """Returns the place of the rank at `coords` in its replica's grid; `block_size` is the number of tokens of a KV
+        block."""
         return cls(block_size, layout.cp, coords.cp, layout.dcp, coords.tp % layout.dcp, coords.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
-        """Returns the ownership of this rank, or of the rank with the same dcp rank on another `cp_rank`."""
+        """Returns which KV blocks this rank keeps, or (if `cp_rank` is given) the rank with the same dcp rank on that cp
+        rank."""
         cp = self.cp_rank if cp_rank is None else cp_rank
         return Ownership(self.cp * self.dcp, cp * self.dcp + self.dcp_rank, self.block_size)
 
     def spans(self, start: int, count: int, cp_rank: int | None = None) -> tuple[range, ...]:
-        """Returns the positions that this rank, or another `cp_rank`, runs of a row (see the function `spans`)."""
+        """Returns the positions, as contiguous ranges, that this rank, or another `cp_rank`, runs of a row with the new tokens
+        ``[start, start + count)``."""
         return spans(start, count, self.cp, self.cp_rank if cp_rank is None else cp_rank)
 
 
@@ -152,11 +163,13 @@ class Overlap:
 def passes_kv(new: int, cached: int, q_heads: int, kv_heads: int, cp: int, overlap: Overlap | None = None) -> bool:
     """Whether a split row uses pass-KV (its cached keys and values are sent to the queries) rather than pass-Q.
 
-    The rule is that of Yang et al. 2024 (arXiv 2411.01783). KV is exchanged if it is no larger than the queries,
-    ``new / (new + cached) >= 2 kv_heads / q_heads``, or if compute can hide its transfer,
-    ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Exchanged queries return as outputs, a
-    transfer that nothing hides. Without overlap (CPU) they therefore count twice, and the limit is ``kv_heads / q_heads``. In
-    this case only the ratio matters, and the two may be any weights (`placement.ownership.context_heads.weights`).
+    `new` and `cached` are the row's numbers of tokens; `q_heads` and `kv_heads` those of heads per rank; `overlap` has the
+    hardware rates (None: transfers are not overlapped with compute). The rule is that of Yang et al. 2024 (arXiv 2411.01783).
+    KV is exchanged if it is no larger than the queries, ``new / (new + cached) >= 2 kv_heads / q_heads``, or if compute can
+    hide its transfer, ``new >= cp * flops * kv_heads * element_bytes / (2 * q_heads * bytes_per_s)``. Exchanged queries return
+    as outputs, a transfer that nothing hides. Without overlap (CPU) they therefore count twice, and the limit is ``kv_heads /
+    q_heads``. In this case only the ratio matters, and the two may be any weights
+    (`placement.ownership.context_heads.weights`).
     """
     share = new / (new + cached)
     if overlap is None:

@@ -8,13 +8,15 @@ from placement.ownership.shards import heads
 
 
 def group_heads(kind: AttentionKind, layout: Layout, tp_rank: int) -> list[range]:
-    """Returns the query heads of each rank of a tp rank's dcp group, in layers of one attention kind."""
+    """Returns the query heads of each rank of the dcp group that the rank `tp_rank` is in, in rank order, in layers of one
+    attention kind."""
     first = tp_rank - tp_rank % layout.dcp
     return [q_heads for q_heads, _ in heads(kind, layout.tp, layout.tp_shares)[first : first + layout.dcp]]
 
 
 def weights(kind: AttentionKind, layout: Layout, tp_rank: int) -> tuple[int, int]:
-    """Returns the number of values exchanged per token and layer under pass-Q and under pass-KV, for one attention kind.
+    """Returns the number of values exchanged per token and layer under pass-Q and under pass-KV, for one attention kind on the
+    rank `tp_rank`.
 
     Pass-Q exchanges the queries of the dcp group's heads and their partial outputs; pass-KV exchanges keys and values. The
     ratio decides between the two (`placement.ownership.context.passes_kv`)::

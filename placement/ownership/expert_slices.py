@@ -43,7 +43,9 @@ _NAMES: dict[ExpertTensorFormat, _Names] = {
 
 
 def expert_layer(spec: ModelSpec, moe: MoESpec, own: Shard, here: str, there: str) -> Iterator[Parameter]:
-    """Yields every parameter of an MoE layer in the order of use; `here` is its name on a rank, `there` in a checkpoint."""
+    """Yields every parameter of an MoE layer (router, experts, shared expert) on the rank with the shard `own`, in the order of
+    use. `here` is the prefix of the parameters' names on the rank, `there` that of the tensors' names in the checkpoint
+    (``model.layers.3``)."""
     at, hidden = f"{there}.{_NAMES[moe.form].block}", spec.hidden_size
     yield from _router(moe, hidden, f"{here}.mlp.router", f"{at}.{_NAMES[moe.form].router}")
     yield from _experts(moe, own, hidden, f"{here}.mlp.experts", f"{at}.experts")

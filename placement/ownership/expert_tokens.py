@@ -27,12 +27,14 @@ NewLensAcrossDP = Sequence[Sequence[int]]
 
 
 def num_common(new_lens: Sequence[int], cp: int) -> int:
-    """Returns the number of tokens that every cp rank runs, in a step whose rows have `new_lens` new tokens."""
+    """Returns the number of tokens that every cp rank runs, in a step whose rows have `new_lens` new tokens: those of rows too
+    short to split; 0 if `cp` is 1."""
     return sum(count for count in new_lens if not is_split(count, cp)) if cp > 1 else 0
 
 
 def places(new_lens: Sequence[int], cp: int, cp_rank: int) -> tuple[list[int], list[int]]:
-    """Splits the tokens that a cp rank runs into those that only it runs and those that all cp ranks run.
+    """Splits the tokens that a cp rank runs, of rows with `new_lens` new tokens, into those that only it runs and those that
+    all `cp` ranks run.
 
     Returns two lists of indices into the rank's tokens.
     """
@@ -47,7 +49,8 @@ def places(new_lens: Sequence[int], cp: int, cp_rank: int) -> tuple[list[int], l
 
 
 def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
-    """Returns the number of tokens that the tp group of each cp rank contributes."""
+    """Returns the number of tokens that the tp group of each of the `cp` ranks contributes to expert dispatch, in a step whose
+    rows have `new_lens` new tokens."""
     shares = partition(num_common(new_lens, cp), cp)
     split = [count for count in new_lens if cp == 1 or is_split(count, cp)]
     return [
@@ -56,12 +59,14 @@ def of_tp_groups(new_lens: Sequence[int], cp: int) -> list[int]:
 
 
 def own_tokens(new_lens_across_dp: NewLensAcrossDP, layout: Layout) -> list[int]:
-    """Returns the number of tokens that each rank of a stage contributes, in rank order."""
+    """Returns the number of tokens that each rank of a stage contributes to expert dispatch, in rank order.
+    `new_lens_across_dp` has the number of new tokens of each row, per DP rank."""
     of_groups = [tokens for new_lens in new_lens_across_dp for tokens in of_tp_groups(new_lens, layout.cp)]
     return [len(part) for tokens in of_groups for part in partition(tokens, layout.tp)]
 
 
 def of_copy(own_tokens: Sequence[int], layout: Layout, copy: int) -> list[int]:
-    """Returns the part of `own_tokens` that belongs to the ranks of one MoE copy."""
+    """Returns the part of `own_tokens`, one count for each rank of a stage, that belongs to the ranks of the MoE copy with the
+    moe_dp index `copy`."""
     size = layout.ep * layout.moe_tp
     return list(own_tokens[copy * size : (copy + 1) * size])

@@ -79,12 +79,12 @@ class Copy:
     positions: PeriodicPositions
 
     def within(self, layers: range, positions: range) -> Copy | None:
-        """Returns the part of the copy in a range of layers and of positions, or None if that part is empty."""
+        """Returns the part of the copy in a range of layers and a range of positions, or None if that part is empty."""
         part = replace(self, layers=_overlap(self.layers, layers), positions=self.positions.within(positions))
         return part if part.layers and len(part.positions) else None
 
     def num_bytes(self, spec: ModelSpec, dtype: DType) -> int:
-        """Returns the number of bytes that the copy transfers."""
+        """Returns the number of bytes that the copy transfers, for a KV cache of type `dtype`."""
         return len(self.layers) * len(self.kv_heads) * len(self.positions) * head_bytes(spec, dtype)
 
 
@@ -104,17 +104,20 @@ class _Need:
 
 
 def head_bytes(spec: ModelSpec, dtype: DType) -> int:
-    """Returns the bytes of one KV head of one token in one layer, K and V (or the latent) together."""
+    """Returns the bytes of one KV head of one token in one layer, K and V (or the latent) together, for a KV cache of type
+    `dtype`."""
     return spec.kv_planes * spec.kv_dim * DTYPE_BYTES[dtype]
 
 
 def sequence_bytes(spec: ModelSpec, tokens: int, dtype: DType) -> int:
-    """Returns the bytes of a sequence's KV cache, each counted once even if several ranks keep it."""
+    """Returns the bytes of the KV cache, of type `dtype`, of a sequence of `tokens` tokens in all layers; each value counts
+    once, even if several ranks keep it."""
     return tokens * spec.num_layers * spec.num_kv_heads * head_bytes(spec, dtype)
 
 
 def holdings(spec: ModelSpec, side: Side) -> list[Holding]:
-    """Returns the part that each rank of the side's DP rank keeps, by world rank.
+    """Returns the layers, KV heads and blocks that each rank of the side's DP rank keeps of a sequence, in order of world
+    ranks.
 
     Raises `ModelError` if the model has several attention kinds, or values of another size than keys.
     """
@@ -140,7 +143,8 @@ def handoff(spec: ModelSpec, source: Side, destination: Side, positions: range) 
     """Returns the copies that transfer `positions` of a sequence, ordered by destination, then by layers and heads.
 
     Both layouts must have passed `placement.legality.check` for `spec`. For a chunk, use `Copy.within` on the map of the whole
-    prompt, so that the assignment of senders does not change from chunk to chunk.
+    prompt, so that the assignment of senders does not change from chunk to chunk. Raises `ModelError` if the model has several
+    attention kinds, or values of another size than keys.
     """
     replicas: dict[tuple[range, range, Ownership], list[int]] = {}
     for held in holdings(spec, source):

@@ -40,8 +40,8 @@ class PageTable:
     def slot(self, position: int, own_pages: list[int]) -> int:
         """Returns the slot of a position in the rank's cache: ``page * block_size + position % block_size``.
 
-        `own_pages` has this rank's pages of the sequence, in order (`Ownership.blocks` of `pages`). The rank must own the
-        position. Raises `ValueError` if the position is beyond the last block.
+        `own_pages` has this rank's pages of the sequence, in order (`Ownership.blocks` of `pages`). Raises `ValueError` if the
+        position is beyond the last block, and `AssertionError` if another rank owns it.
         """
         block = position // self.ownership.block_size
         if block >= len(self.pages):
@@ -59,8 +59,9 @@ def page_ranges(
 ) -> Iterator[tuple[PageRange, PageRange]]:
     """Yields the (source, destination) byte ranges of a copy, by position; none crosses a page boundary on either side.
 
-    `token_bytes` is the number of bytes of one position of one head in one plane. Raises `ValueError` if a side has too few
-    blocks.
+    The same ranges apply to every layer, plane (K, V or latent) and head of the copy. `source` and `destination` are the
+    sequence's pages on the two ranks; `token_bytes` is the number of bytes of one position of one head in one plane. Raises
+    `ValueError` if a side has too few blocks, and `AssertionError` if a rank does not own a position of the copy.
     """
     sides = [(table, table.ownership.blocks(list(table.pages))) for table in (source, destination)]
     for span in copy.positions.spans():

@@ -35,16 +35,17 @@ class PeriodicPositions:
         return self._below(self.window.stop) - self._below(self.window.start)
 
     def within(self, window: range) -> PeriodicPositions:
-        """Returns the positions that are also in `window`."""
+        """Returns the positions of this set that are also in `window`, a range of positions in the sequence."""
         start = max(self.window.start, window.start)
         return replace(self, window=range(start, max(start, min(self.window.stop, window.stop))))
 
     def anywhere(self, window: range) -> PeriodicPositions:
-        """Returns the same runs in another window."""
+        """Returns the same periodic runs in another `window`, a range of positions in the sequence, whatever the present one
+        is."""
         return replace(self, window=window)
 
     def spans(self) -> Iterator[range]:
-        """Yields the positions in ascending order, as maximal contiguous ranges."""
+        """Yields the positions of the set in ascending order, as maximal contiguous ranges."""
         if any(len(run) == self.period for run in self.runs):
             yield from [self.window] if self.window else []
             return
@@ -79,7 +80,8 @@ class PeriodicPositions:
 
 @lru_cache(maxsize=4096)
 def shared_runs(one: Ownership, other: Ownership) -> tuple[int, tuple[range, ...]]:
-    """Returns the period and the runs of the positions that both owners keep."""
+    """Returns the period, in positions, and the ranges within one period of the positions that both owners keep; no ranges if
+    they share none."""
     period = lcm(one.owners * one.block_size, other.owners * other.block_size)
     both = np.intersect1d(one.positions(period), other.positions(period), assume_unique=True)
     if not len(both):
@@ -90,5 +92,5 @@ def shared_runs(one: Ownership, other: Ownership) -> tuple[int, tuple[range, ...
 
 
 def shared(one: Ownership, other: Ownership, window: range) -> PeriodicPositions:
-    """Returns the positions in `window` that both owners keep."""
+    """Returns the positions in `window`, a range of positions in the sequence, that both owners keep."""
     return PeriodicPositions(window, *shared_runs(one, other))

@@ -20,7 +20,9 @@ from placement.ownership.weight_slices import Parameter, Segment, inputs, of_hea
 
 
 def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, there: str) -> Iterator[Parameter]:
-    """Yields the MLA parameters of one layer on a rank with the query heads `q_heads`."""
+    """Yields the MLA parameters of one layer on a rank with the query heads `q_heads`, in the order of use. `here` is the
+    prefix of the parameters' names on the rank, `there` that of the tensors' names in the checkpoint
+    (``model.layers.3.self_attn``)."""
     hidden, rank, latent = spec.hidden_size, mla.q_lora_rank, mla.latent_dim
     queries: Segment = (f"{there}.q_proj.weight", spec.num_heads * mla.query_dim, of_heads(q_heads, mla.query_dim))
     first = queries if rank is None else (f"{there}.q_a_proj.weight", rank, range(rank))
@@ -42,6 +44,7 @@ def latent_attention(spec: ModelSpec, mla: MLASpec, q_heads: range, here: str, t
 
 
 def head_elements(spec: ModelSpec, mla: MLASpec) -> int:
-    """Returns the number of weights of one head: those that are not replicated."""
+    """Returns the number of weights of one query head in one MLA layer: those that are split over the tp ranks, not
+    replicated."""
     made = mla.kv_lora_rank * (mla.nope_dim + mla.value_dim)
     return mla.query_dim * (mla.q_lora_rank or spec.hidden_size) + made + mla.value_dim * spec.hidden_size

@@ -29,16 +29,17 @@ class RankIdentity:
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, world_rank: int, block_size: int) -> RankIdentity:
-        """Returns the identity of a world rank. Raises `IndexError` if the layout has no such rank."""
+        """Returns the identity of a world rank; `block_size` is the number of tokens of a KV block. The layout must have passed
+        `placement.legality.check`. Raises `IndexError` if it has no such rank."""
         coords = coords_of(layout, world_rank)
         return cls(layout, world_rank, block_size, coords, shard(spec, layout, coords))
 
     @property
     def place(self) -> ContextRank:
-        """Coordinates of the rank among the ranks that share a sequence."""
+        """Coordinates of the rank among the ranks that share a sequence (cp and dcp), and its DP rank."""
         return ContextRank.of(self.layout, self.coords, self.block_size)
 
     @property
     def side(self) -> Side:
-        """Description of the rank's replica that peers need for a KV transfer."""
+        """The layout of the rank's replica, its block size and the rank's DP rank, which peers need for a KV transfer."""
         return Side(self.layout, self.block_size, self.coords.attn_dp)

@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The expert in each of this rank's slots."""
+        """The expert in each of this rank's slots, in slot order; empty for a dense model."""
         placed = self.expert_map
         return () if placed is None else placed.experts[0][self.expert_slots.start : self.expert_slots.stop]
 

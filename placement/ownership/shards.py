@@ -61,7 +61,7 @@ _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 
 
 def shard(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
-    """Returns the shard of the rank at `coords`. The layout must have passed `placement.legality.check`."""
+    """Returns the part of the model that the rank at `coords` holds. The layout must have passed `placement.legality.check`."""
     first = sum(stage_layers(spec, layout)[: coords.pp])
     shares = layout.tp_shares
     return Shard(
@@ -113,7 +113,7 @@ def _layer_elements(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def whole_model(spec: ModelSpec) -> Shard:
-    """Returns the shard of a rank that holds the whole model."""
+    """Returns the shard of a single rank that holds the whole model, without vocabulary padding."""
     return Shard(
         layers=range(spec.num_layers),
         heads=tuple((range(kind.num_heads), range(kind.num_kv_heads)) for kind in spec.kinds),
@@ -127,10 +127,12 @@ def whole_model(spec: ModelSpec) -> Shard:
 
 
 def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> list[tuple[range, range]]:
-    """Returns (query heads, KV heads) of each tp rank in layers of an attention kind (for a model: of its first kind).
+    """Returns the pair (query heads, KV heads) of each of `tp` ranks in layers of an attention kind (for a model: of its first
+    kind).
 
-    Both are contiguous, and every query head is on a rank with its KV head. With `shares`, whole KV groups are split in
-    proportion to them, or, if there are more ranks than groups, the query heads of each group.
+    Both are contiguous, and every query head is on a rank with its KV head. `shares` are the relative sizes of the tp ranks
+    (None: equal): whole KV groups are split in proportion to them, or, if there are more ranks than groups, the query heads of
+    each group.
     """
     per_kv = kind.queries_per_kv
     if tp <= kind.num_kv_heads:
@@ -143,16 +145,16 @@ def heads(kind: AttentionKind | ModelSpec, tp: int, shares: Shares = None) -> li
 
 
 def columns(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """Returns the MLP columns of each tp rank.
+    """Returns the MLP columns of dense layers on each of `tp` ranks.
 
     They are split so that attention and MLP weights together are as even, or as proportional to the shares, as possible: a rank
-    with more attention heads than its share gets fewer columns.
+    with more attention heads than its share gets fewer columns. `shares` are the relative sizes of the tp ranks (None: equal).
     """
     return _balanced_columns(spec, spec.intermediate_size, 1, _attention_elements(spec, tp, shares), shares)
 
 
 def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
-    """Returns the columns of each expert on each moe_tp rank.
+    """Returns the columns that each moe_tp rank holds of each of its experts.
 
     If the moe_tp ranks are a tp group, the columns are split as by `columns`, with `top_k` experts per token. Otherwise experts
     and attention are split over different groups of ranks, and the columns are split evenly.
@@ -164,7 +166,8 @@ def expert_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]
 
 
 def shared_columns(spec: ModelSpec, moe: MoESpec, layout: Layout) -> list[range]:
-    """Returns the columns of the shared expert on each tp rank; they even out the load that attention and experts leave."""
+    """Returns the columns of the shared expert on each tp rank, which even out the load that attention and experts leave; empty
+    ranges if the model has no shared expert."""
     tp, shares = layout.tp, layout.tp_shares
     if not moe.shared_size:
         return [range(0)] * tp
@@ -198,14 +201,16 @@ def _balanced_columns(spec: ModelSpec, width: int, times: int, already: list[int
 
 
 def vocabulary(spec: ModelSpec, tp: int, shares: Shares = None) -> list[range]:
-    """Returns the vocabulary rows of the embedding on each tp rank; together they cover the padded vocabulary."""
+    """Returns the vocabulary rows of the embedding on each of `tp` ranks; together they cover the vocabulary, padded to whole
+    blocks of rows. `shares` are the relative sizes of the tp ranks (None: equal)."""
     block = next(size for size in _BLOCKS if size == 1 or spec.vocab_size >= 8 * size * tp)
     blocks = partition(-(-spec.vocab_size // block), tp, shares)
     return [range(part.start * block, part.stop * block) for part in blocks]
 
 
 def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
-    """Returns the vocabulary rows of the LM head on the ranks of a stage, in DP rank order.
+    """Returns the vocabulary rows of the LM head on each rank of a stage, in order of DP ranks and then tp ranks (``[attn_dp *
+    tp]``).
 
     They are those of the embedding, or are split over all DP ranks (`placement.layout.lm_head`).
     """
@@ -215,7 +220,8 @@ def head_vocabulary(spec: ModelSpec, layout: Layout) -> list[range]:
 
 
 def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
-    """Yields every parameter of one rank, in the order of the forward pass."""
+    """Yields every parameter (name, local shape, slices of checkpoint tensors) of the rank with the shard `own`, in the order
+    of the forward pass."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     if own.first_stage:
         yield rows("embed.weight", hidden, ("model.embed_tokens.weight", vocab, own.vocab))
@@ -230,7 +236,7 @@ def parameters(spec: ModelSpec, own: Shard) -> Iterator[Parameter]:
 
 
 def weight_elements(spec: ModelSpec, own: Shard) -> int:
-    """Returns the number of weight elements that a rank holds, padding included."""
+    """Returns the number of weight elements that the rank with the shard `own` holds, padding rows included."""
     return sum(_product(parameter.shape) for parameter in parameters(spec, own))
 
 

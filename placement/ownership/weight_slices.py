@@ -35,7 +35,7 @@ class WeightSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
+        """Shape of the slice, oriented as in the source, without the dimension of experts."""
         whole = self.source_shape if self.source_slot is None else self.source_shape[1:]
         return (*whole[: self.dim], len(self.take), *whole[self.dim + 1 :])
 
@@ -52,9 +52,10 @@ class Parameter:
 
 
 def fused(source: str, segments: Sequence[Segment]) -> list[Segment]:
-    """Returns the segments for a checkpoint that stacks them in one tensor; each segment is sliced separately::
+    """Returns `segments` as segments of one tensor `source` that stacks them, for a checkpoint with fused projections; each
+    segment is sliced separately::
 
-    qkv_proj   [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]      tp_rank 1 of 2 takes [q2 q3], [k1] and [v1]
+        qkv_proj   [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]      tp_rank 1 of 2 takes [q2 q3], [k1] and [v1]
     """
     starts = accumulate((rows for _, rows, _ in segments), initial=0)
     total = sum(rows for _, rows, _ in segments)
@@ -65,9 +66,10 @@ def fused(source: str, segments: Sequence[Segment]) -> list[Segment]:
 
 
 def rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
-    """Returns a column-parallel parameter: stacked slices of output rows.
+    """Returns a column-parallel parameter called `name`: stacked slices of output rows of one or several tensors.
 
-    The sources are matrices with `inputs` columns, or biases if `inputs` is None.
+    Each of `segments` is (tensor name, its number of rows, rows to take); rows past the tensor's end become zero padding. The
+    tensors are matrices with `inputs` columns, or biases if `inputs` is None.
     """
     tail = () if inputs is None else (inputs,)
     starts = accumulate((len(take) for _, _, take in segments), initial=0)
@@ -80,7 +82,8 @@ def rows(name: str, inputs: int | None, *segments: Segment) -> Parameter:
 
 
 def inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Parameter:
-    """Returns a row-parallel parameter: a slice of input columns.
+    """Returns a row-parallel parameter called `name`: the input columns `take` of the checkpoint tensor `source`, ``[rows,
+    inputs]``.
 
     Its output is a partial sum. A bias is added once, after the sum over the ranks.
     """
@@ -88,10 +91,11 @@ def inputs(name: str, source: str, rows: int, inputs: int, take: range) -> Param
 
 
 def of_heads(heads: range, dim: int) -> range:
-    """Returns the rows (or columns) that belong to a range of heads with `dim` dimensions each."""
+    """Returns the rows (or columns) of a projection that belong to a range of heads with `dim` dimensions each."""
     return range(heads.start * dim, heads.stop * dim)
 
 
 def whole(name: str, source: str, size: int) -> Parameter:
-    """Returns a replicated parameter: a vector that every rank of the group holds completely."""
+    """Returns a replicated parameter called `name`: the vector `source` of the checkpoint, ``[size]``, which every rank of the
+    group holds completely."""
     return Parameter(name, (size,), (WeightSlice(source, (size,), 0, range(size), 0),))

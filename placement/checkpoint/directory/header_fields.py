@@ -28,57 +28,67 @@ class HeaderFields:
     values: Mapping[str, Any]
 
     def whole(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """Returns a whole number, or the default (which may be None)."""
+        """Returns the whole number in the field `name`, or `default` (which may be None) if the field is absent or null. Raises
+        `ModelError` if a field without `default` is missing, or if the value is not an int."""
         return self._get(name, default, "a whole number", lambda value: type(value) is int)
 
     def num_layers(self, name: str) -> int:
-        """Returns the number of layers. Raises `ModelError` if no model could have as many: a damaged file would otherwise
-        exhaust the memory."""
+        """Returns the number of layers in the field `name`. Raises `ModelError` if the field is missing, is not a whole number
+        or is not from 1 to 10,000: a damaged file would otherwise exhaust the memory."""
         found = self.whole(name)
         if not 1 <= found <= _MOST_LAYERS:
             raise self.fault(name, f"must be from 1 to {_MOST_LAYERS}")
         return int(found)
 
     def number(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """Returns a number as a float, or the default (which may be None)."""
+        """Returns the number in the field `name` as a float, or `default` (which may be None) if the field is absent or null.
+        Raises `ModelError` if a field without `default` is missing, or if the value is not a number."""
         value = self._get(name, default, "a number", lambda value: type(value) in (int, float))
         return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns true or false."""
+        """Returns the truth value in the field `name`, or `default` if the field is absent or null. Raises `ModelError` if the
+        value is neither true nor false."""
         return bool(self._get(name, default, "true or false", lambda value: isinstance(value, bool)))
 
     def text(self, name: str, default: Any = NOT_GIVEN) -> Any:
-        """Returns a text, or the default (which may be None)."""
+        """Returns the text in the field `name`, or `default` (which may be None) if the field is absent or null. Raises
+        `ModelError` if a field without `default` is missing, or if the value is not a text."""
         return self._get(name, default, "a text", lambda value: isinstance(value, str))
 
     def texts(self, name: str) -> list[str] | None:
-        """Returns a list of texts, or None."""
+        """Returns the list of texts in the field `name`, or None if the field is absent or null. Raises `ModelError` if the
+        value is not a list of texts."""
         found: list[str] | None = self._get(name, None, "a list of texts", _is_texts)
         return found
 
     def wholes(self, name: str) -> list[int] | None:
-        """Returns a list of whole numbers, or None."""
+        """Returns the list of whole numbers (or booleans) in the field `name`, or None if the field is absent or null. Raises
+        `ModelError` if the value is not such a list."""
         found: list[int] | None = self._get(name, None, "a list of whole numbers", _is_wholes)
         return found
 
     def numbers(self, name: str) -> list[float]:
-        """Returns a required list of numbers, as floats."""
+        """Returns the list of numbers in the field `name`, as floats. Raises `ModelError` if the field is missing or is not a
+        list of numbers."""
         found: list[float] = self._get(name, NOT_GIVEN, "a list of numbers", _is_numbers)
         return [float(number) for number in found]
 
     def group(self, name: str) -> HeaderFields | None:
-        """Returns a nested group of values, or None."""
+        """Returns the nested object in the field `name` as `HeaderFields` of the same file, or None if the field is absent or
+        null. Raises `ModelError` if the value is not an object."""
         found = self._get(name, None, "an object", lambda value: isinstance(value, dict))
         return None if found is None else HeaderFields(self.file, found)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Returns one token id or a list of them as a tuple; an empty tuple if the field is absent."""
+        """Returns the token id, or the list of token ids, in the field `name` as a tuple; an empty tuple if the field is absent
+        or null. Raises `ModelError` if the value is neither."""
         found = self._get(name, (), "a token id or a list of token ids", _is_token_ids)
         return (found,) if isinstance(found, int) else tuple(found)
 
     def fault(self, name: str, what: str) -> ModelError:
-        """Returns an error that names the file, the field and its value."""
+        """Returns, but does not raise, an error that names the file, the field `name` and its value. `what` completes the
+        sentence ``..., but``, for example ``must be at least 1``."""
         return ModelError(f"{self.file}: {name} is {_short(self.values.get(name))}, but {what}")
 
     def _get(self, name: str, default: Any, expected: str, is_good: Any) -> Any:
@@ -93,8 +103,8 @@ class HeaderFields:
 
 
 def made(kind: type[Spec], file: Path, names: Mapping[str, str], /, **values: Any) -> Spec:
-    """Create a spec of type `kind` from these values. `names` maps fields of the spec to the file's names for them, for the
-    error text. Raises `ModelError` if a value is not valid."""
+    """Returns ``kind(**values)``, a spec of the pydantic class `kind`. `file` and `names`, which maps fields of the spec to
+    their names in the file, are used for error texts only. Raises `ModelError`, with all faults, if values are not valid."""
     try:
         return kind(**values)
     except ValidationError as error:

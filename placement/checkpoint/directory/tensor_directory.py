@@ -50,10 +50,10 @@ class TensorDirectory:
 
 
 def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
-    """Check that the checkpoint has every tensor needed by the rank that holds `own`, in the right shape, and no tensor that no
-    rank needs.
+    """Check that a checkpoint has all tensors of one rank, in the right shapes, and no tensor that no rank of the model needs.
 
-    Raises `ModelError`, which names the file and the tensor at fault.
+    `own` is the rank's shard: the layers, heads and columns that it holds. Raises `ModelError`, which names the file and the
+    tensor, if a tensor is unexpected, missing, of a type that cannot be read, or of another shape than `spec` gives it.
     """
     names = directory.tensors.keys()
     used = {weight_slice.source for parameter in parameters(spec, whole_model(spec)) for weight_slice in parameter.slices}
@@ -103,6 +103,7 @@ def _part(own: Shard) -> str:
 
 
 def some(names: Collection[str]) -> str:
-    """Returns the first three of some names in order, and the number of the others."""
+    """Returns the first three of `names` in alphabetical order as text, followed by the number of the others: ``a, b, c and 2
+    more``; ``none`` if there are no names."""
     shown = ", ".join(sorted(names)[:3]) or "none"
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -66,7 +66,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """Size in bytes of the tensor's data in the file, as quantised there."""
         per_block, block_bytes = GGML_QUANT_SIZES[self.quantization]
         return prod(self.shape) // per_block * block_bytes
 
@@ -81,14 +81,18 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file starts with the GGUF magic number."""
+    """Whether the file at `path` starts with the GGUF magic number. Raises `OSError` if it cannot be opened."""
     with path.open("rb") as file:
         return file.read(4) == struct.pack("<I", GGUF_MAGIC)
 
 
 def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
-    """Read the header of a GGUF file, with or without its long arrays. Raises `ModelError` if the file is truncated or
-    damaged."""
+    """Returns the header of a GGUF file: its fields and its tensor directory, without tensor data.
+
+    Arrays of more than 1,024 entries (the tokenizer's) are skipped and returned as `LongArray`, unless `long_arrays` is True.
+    Raises `OSError` if the file cannot be opened, and `ModelError` if it is not GGUF version 2 or 3, is truncated or is
+    damaged.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         reader = _Reader(file, size, long_arrays)
@@ -109,6 +113,8 @@ class _Reader:
         self.reading = "its first bytes"
 
     def header(self) -> GGUFHeader:
+        """Returns the header, read from the start of the file. Raises `EOFError` if the file is too short, and `ValueError` or
+        `struct.error` if it is not valid GGUF."""
         if self._take(4) != struct.pack("<I", GGUF_MAGIC):
             raise ValueError("it does not start with the letters GGUF")
         version = self._number("<I")

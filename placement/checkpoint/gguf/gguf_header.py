@@ -32,7 +32,9 @@ _PLAIN: dict[GGMLQuantizationType, DType] = {
 
 
 def read(path: Path) -> ModelSpec:
-    """Returns the model in a GGUF file. Raises `ModelError`, which names the file and the field at fault."""
+    """Returns the specification of the model in the GGUF file `path`, from its header alone. Raises `OSError` if the file
+    cannot be opened, and `ModelError` if it is damaged, if its architecture or RoPE scaling is not supported, or if a field is
+    missing or not valid; the message names the file and the field."""
     header = read_header(path)
     fields = HeaderFields(path, header.fields)
     family = fields.text("general.architecture")

@@ -34,7 +34,7 @@ _NORM_PLACES = {
 def hugging_face_name(name: str, spec: ModelSpec) -> str:
     """Returns the Hugging Face name of a GGUF tensor: ``model.layers.3.self_attn.q_proj.weight`` for ``blk.3.attn_q.weight``.
 
-    An unknown name is returned unchanged.
+    `spec` decides the names of norms and of a fused gate and up projection. An unknown name is returned unchanged.
     """
     match name.split("."):
         case [module, leaf] if module in _OUTER:

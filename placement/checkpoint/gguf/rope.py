@@ -28,7 +28,9 @@ def read_ropes(
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None).
 
-    Raises `ModelError` if the scaling is not supported.
+    `header` and `fields` are the header of the GGUF file `path`, from which tensors of divisors are read as well. `family` is
+    its architecture (a key of `ARCHITECTURES`) and `head_dim` the number of dimensions of a head. Raises `ModelError` if a
+    field is missing or not valid, if the scaling is not supported, or if the tensors of divisors do not fit it.
     """
     known = ARCHITECTURES[family]
     rotary_dim = fields.whole(f"{family}.rope.dimension_count", head_dim)
@@ -96,8 +98,8 @@ def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str,
 
 
 def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
-    """Returns the divisor of each frequency under Llama 3's scaling, ``[head_dim / 2]`` (Llama 3.1 reference code,
-    `apply_scaling`)."""
+    """Returns the divisor of each frequency under Llama 3's scaling, ``[head_dim / 2]`` in float64 (Llama 3.1 reference code,
+    `apply_scaling`). `rope` has the kind ``llama3``; `head_dim` is the number of rotated dimensions of a head."""
     original = float(rope.original_max_position or 0)
     waves = 2 * pi * rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     smooth = (original / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

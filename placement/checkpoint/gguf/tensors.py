@@ -17,9 +17,10 @@ from placement.model.spec import ModelError, ModelSpec
 
 
 def read_sound_header(path: Path) -> GGUFHeader:
-    """Read the header and check that its tensors consist of whole blocks and lie one after the other, as the format requires.
+    """Returns the header of a GGUF file, after a check that its tensors consist of whole blocks and lie one after the other.
 
-    A damaged size or type would otherwise read a neighbour's bytes as weights. Raises `ModelError`.
+    A damaged size or type would otherwise read a neighbour's bytes as weights. Raises `ModelError` if the file cannot be read,
+    is damaged, or is one of several parts of a split file.
     """
     try:
         header = read_header(path)
@@ -45,7 +46,8 @@ def read_sound_header(path: Path) -> GGUFHeader:
 
 
 def directory(path: Path, header: GGUFHeader, spec: ModelSpec) -> TensorDirectory:
-    """Returns the tensors of `header`. Raises `ModelError` if two of them have the same Hugging Face name."""
+    """Returns the tensors of `header` (the header of the file `path`) by their Hugging Face names in a model of `spec`, with
+    shapes in Hugging Face order. Raises `ModelError` if two tensors have the same Hugging Face name."""
     tensors: dict[str, TensorEntry] = {}
     for info in header.tensors.values():
         name = hugging_face_name(info.name, spec)

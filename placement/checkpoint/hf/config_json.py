@@ -34,7 +34,9 @@ _NAMES = {
 
 
 def read(folder: Path) -> ModelSpec:
-    """Returns the model in a folder with a ``config.json``. Raises `ModelError`."""
+    """Returns the specification of the model in a Hugging Face folder, from its ``config.json``, the end tokens in its
+    ``generation_config.json``, and for some MoE models the tensor names. Raises `ModelError` if a file is absent or is not a
+    JSON object, if the architecture, a quantisation or an option is not supported, or if a field is missing or not valid."""
     top = _load(folder / "config.json")
     if top.values.get("quantization_config") is not None:
         method = top.values["quantization_config"]

@@ -19,8 +19,13 @@ _SINKS = {(False, False): "none", (False, True): "windows", (True, True): "all"}
 def read_heads(
     config: HeaderFields, family: Family, head_dim: int, num_kv_heads: int, windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
-    """Returns the fields of `ModelSpec` for KV heads, value size and attention sinks. Raises `ModelError` if heads differ in an
-    unsupported way."""
+    """Returns the fields of `ModelSpec` for KV heads, value size and attention sinks, as keyword arguments.
+
+    `config` has the fields of config.json, `family` the defaults of its architecture. `head_dim` and `num_kv_heads` are those
+    of the full-attention layers, `windows` the sliding window of each layer (None: full attention). Raises `ModelError` if a
+    field has the wrong type, if window layers have other query heads or head sizes, or if only full-attention layers have
+    sinks.
+    """
     if not family.hybrid:
         return {"num_kv_heads": num_kv_heads, "sinks": family.sinks}
     for name in _SAME:

@@ -13,7 +13,12 @@ _NAMES = {"nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value
 
 
 def read_mla(config: HeaderFields, family: Family, num_heads: int) -> MLASpec | None:
-    """Returns the sizes of latent attention; None for a family without it. With MLA, a ``head_dim`` in the file is ignored."""
+    """Returns the sizes of multi-head latent attention (MLA); None for a family without it.
+
+    `config` has the fields of config.json, `family` the defaults of its architecture, `num_heads` is the number of query heads.
+    With MLA, a ``head_dim`` in the file is ignored. Raises `ModelError` if a size has the wrong type or is not positive, or if
+    the file gives another number of KV heads than `num_heads`.
+    """
     if not family.mla:
         return None
     if config.whole("num_key_value_heads", num_heads) != num_heads:
@@ -31,9 +36,10 @@ def read_mla(config: HeaderFields, family: Family, num_heads: int) -> MLASpec | 
 
 
 def scores_scale(mla: MLASpec, rope: RopeSpec) -> float:
-    """Returns the scale of the attention scores: ``query_dim ** -0.5``, times the square of YaRN's mscale over all dimensions.
+    """Returns the factor applied to MLA attention scores: ``query_dim ** -0.5``, times the square of YaRN's mscale over all
+    dimensions.
 
-    The absorbed form of MLA uses the same scale, although its queries are longer.
+    `rope` has the scaling of the model's RoPE. The absorbed form of MLA uses the same factor, although its queries are longer.
     """
     mscale = 1 + 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) if rope.factor > 1 else 1.0
     return float(mla.query_dim**-0.5 * mscale**2)

@@ -22,7 +22,12 @@ _NAMES = {
 
 
 def read_moe(config: HeaderFields, how: str | None, num_layers: int) -> MoESpec | None:
-    """Returns the MoE settings of a family with the config format `how` (a key of `_READ`); None if no layer has experts."""
+    """Returns the MoE settings of a model; None if no layer has experts.
+
+    `config` has the fields of config.json. `how` is the family's config format (`Family.moe`, for example ``mixtral``); None: a
+    dense family. The headers of the weights beside the file, if any, are read to see how experts are stored. Raises
+    `ModelError` if a field is missing or not valid, or if an option is not supported.
+    """
     if how is None:
         return None
     values = _READ[how](config, num_layers)
@@ -34,7 +39,8 @@ def read_moe(config: HeaderFields, how: str | None, num_layers: int) -> MoESpec 
 
 
 def is_fused(folder: Path) -> bool:
-    """Whether the folder has all experts of a layer in one tensor. The config does not say so, the tensor names do.
+    """Whether the checkpoint in `folder` has all experts of a layer in one tensor. The config does not say so, the tensor names
+    do.
 
     False if there are no readable weights: a folder without weights serves for planning only, and a damaged one is refused when
     it is loaded.

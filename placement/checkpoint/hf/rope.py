@@ -19,7 +19,12 @@ _NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position
 
 
 def read_ropes(config: HeaderFields, family: Family, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None)."""
+    """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None).
+
+    `config` has the fields of config.json, `family` the defaults of its architecture. `head_dim` is the number of dimensions of
+    a head that RoPE applies to, `max_position` the model's context length in tokens. Raises `ModelError` if the RoPE type, or
+    partial rotation in this family, is not supported, or if a field is missing or not valid.
+    """
     nested = config.group("rope_parameters") or HeaderFields(config.file, dict(family.rope))
     whole, local = nested.group("full_attention"), nested.group("sliding_attention")
     scaling = config.group("rope_scaling")

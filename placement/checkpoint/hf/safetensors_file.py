@@ -57,7 +57,9 @@ _METADATA = TypeAdapter(dict[str, str] | None)
 
 
 def read_directory(path: Path) -> TensorDirectory:
-    """Returns the tensors of a Hugging Face folder or of one file. Raises `ModelError`, which names the file at fault."""
+    """Returns the tensors of a Hugging Face folder, or of one safetensors file, from the headers. Raises `AbsentWeights` if the
+    folder has no weights or lacks files that its index names, and `ModelError`, which names the file, if the index or a file is
+    unreadable, damaged or incomplete, or if a tensor is in two files."""
     tensors: dict[str, TensorEntry] = {}
     for file in _files(path):
         for entry in _read_file(file):

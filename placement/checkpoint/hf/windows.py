@@ -12,14 +12,17 @@ Windows = tuple[int | None, ...]
 
 
 def read_windows(config: HeaderFields, family: Family, num_layers: int) -> Windows:
-    """Returns the window of each layer in tokens; None for full attention."""
+    """Returns the sliding window of each layer in tokens, ``[num_layers]``; None for full attention. `config` has the fields of
+    config.json, `family` the defaults of its architecture. Raises `ModelError` if a field has the wrong type, if the layer
+    types are unknown or do not match `num_layers`, or if a window layer has no window size."""
     window = config.whole("sliding_window", None if "sliding_window" in config.values else family.window)
     return _RULES[family.windows](config, family, window, num_layers)
 
 
 def read_unrotated(config: HeaderFields, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers without RoPE. The field ``no_rope_layers`` means the reverse of its name: 1 marks a layer with
-    RoPE."""
+    """Returns the indices of the layers without RoPE. `config` has the fields of config.json, `family` the defaults of its
+    architecture. The field ``no_rope_layers`` means the reverse of its name: 1 marks a layer with RoPE. Raises `ModelError` if
+    it has fewer than `num_layers` entries, or if a field has the wrong type."""
     if family.no_rope_interval is None:
         return ()
     flags = config.wholes("no_rope_layers")
