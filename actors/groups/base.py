@@ -129,5 +129,6 @@ class CountedGroup(ABC):
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Return the first row of each part: the exclusive cumulative sum of `sizes`, of the same length."""
+    """Return the first row of each part when parts of `sizes` rows are laid end to end: the exclusive cumulative sum, of the
+    same length."""
     return [0, *accumulate(sizes)][:-1]

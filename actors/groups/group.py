@@ -31,25 +31,55 @@ class Group(Protocol):
     sent_bytes: Counter[str]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x` (same shape on all). It may reuse the memory of `x`."""
+        """Return the element-wise sum of every rank's `x`, which has the same shape and dtype on all. The result may reuse the
+        memory of `x`.
+
+        Raises `GroupError` if a peer does not come within the group's timeout, has died or left, or the group is closed.
+        """
 
     def all_gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return every rank's `x`, joined along dim 0 in rank order. `sizes` are the rows of each rank, if they differ."""
+        """Return every rank's `x` [rows, ...], joined along dim 0 in rank order. `sizes` are the rows of each rank, if they
+        differ.
+
+        Raises `GroupError` if `sizes` has not one entry a rank, or another number of rows for this rank than `x`; otherwise as
+        `all_reduce` does.
+        """
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return this rank's rows of the sum of every rank's `x`. `sizes` are the rows that each rank gets, if they differ."""
+        """Return this rank's rows of the sum of every rank's `x` [rows, ...]. `sizes` are the rows that each rank gets, in rank
+        order; by default all get equally many.
+
+        Raises `GroupError` if the rows do not divide by the ranks (without `sizes`), or `sizes` has not one entry a rank or
+        another sum; otherwise as `all_reduce` does.
+        """
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send ``send[i]`` rows of `x` to each rank i. Returns ``receive[i]`` rows from each rank i, joined in rank order."""
+        """Send ``send[i]`` consecutive rows of `x` [rows, ...] to each rank i. Returns ``receive[i]`` rows from each rank i,
+        joined in rank order.
+
+        Raises `GroupError` if `send` or `receive` has not one entry a rank, `send` does not add up to the rows of `x`, or the
+        two differ for this rank itself; otherwise as `all_reduce` does.
+        """
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send `x` to group rank `to`. Returns when `x` may be reused, without waiting for the receiver."""
+        """Send `x` to group rank `to`. Returns when `x` may be reused, without waiting for the receiver, unless too many
+        earlier messages to it are not taken yet.
+
+        Raises `GroupError` if `to` is this rank or not in the group, if the receiver fails or is late, or if the group is
+        closed.
+        """
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """Return the next tensor from group rank `source`; its shape and dtype must be known beforehand."""
+        """Return the next tensor that group rank `source` has sent to this rank. Its `shape` and `dtype` must be those of the
+        sender.
+
+        Raises `GroupError` if `source` is this rank or not in the group, if nothing comes within the group's timeout, or if the
+        group is closed; most backends also raise it for another shape or dtype.
+        """
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Return when every rank has called this. Raises `GroupError` as `all_reduce` does."""
 
     def close(self) -> None:
-        """Release the group's resources (sockets, shared memory). A second call has no effect."""
+        """Leave the group and release its resources (sockets, shared memory). Peers that wait for this rank raise `GroupError`.
+        A second call has no effect."""

@@ -14,7 +14,8 @@ _ENDED = ("Z", "X")
 
 @cache
 def pid_space() -> str:
-    """Return the name of the space in which this process's ids are valid: this boot of this host, and this container."""
+    """Return the name of the space in which this process's ids are valid: this boot of this host, and this container's pid
+    namespace. Raises `OSError` where there is no Linux /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -30,13 +31,13 @@ class ProcessId:
 
     @classmethod
     def current(cls) -> Self:
-        """Return the identity of the calling process."""
+        """Return the identity of the calling process. Raises `OSError` where there is no Linux /proc."""
         pid = os.getpid()
         return cls(pid_space(), pid, _started(pid) or 0)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the identity from its text: the inverse of ``str()``. Raises `ValueError` if the text has another form."""
+        """Return the identity from `text`, as ``str()`` writes it. Raises `ValueError` if the text has another form."""
         space, pid, started = text.rsplit("-", 2)
         return cls(space, int(pid), int(started))
 
@@ -44,7 +45,8 @@ class ProcessId:
         return f"{self.space}-{self.pid}-{self.started}"
 
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended; False if it runs, or if it runs where this process cannot see it."""
+        """Whether the process is known to have ended (a zombie counts as ended); False if it runs, or if its host or container
+        is not this one, so that this process cannot see it."""
         return self.space == pid_space() and _started(self.pid) != self.started
 
 

@@ -18,7 +18,7 @@ class SoloGroup(CountedGroup):
         super().__init__(rank=0, size=1, axis=axis)
 
     def close(self) -> None:
-        """Do nothing: the group holds no resources."""
+        """See `Group.close`. Does nothing: the group holds no resources."""
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -55,7 +55,7 @@ class ThreadGroup(CountedGroup):
         self._step = 0
 
     def close(self) -> None:
-        """Leave the group: peers that wait for this rank raise `GroupError` at once."""
+        """See `Group.close`."""
         self._leave("has closed the group")
 
     def _all_reduce(self, x: Tensor) -> Tensor:
@@ -147,13 +147,14 @@ class ThreadGroup(CountedGroup):
 
 
 def thread_groups(size: int, axis: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Group]:
-    """Return the `size` ranks of a new group, in rank order. Each rank must be used by a thread of its own."""
+    """Return the `size` ranks of a new group of threads in this process, in rank order; each must be used by a thread of its
+    own. `axis` is used in error messages; `timeout_s` limits each operation."""
     board = _Board()
     return [ThreadGroup(board, rank, size, axis, timeout_s) for rank in range(size)]
 
 
 def run_ranks(groups: Sequence[Group], body: Callable[[Group], Result]) -> list[Result]:
-    """Run `body` with each group in its own thread, and return the results in rank order.
+    """Run `body` with each of `groups` in its own thread, wait for all, and return the results in the order of `groups`.
 
     A rank that raises closes its group, so that its peers do not wait for it. Raises the first error other than `GroupError` if
     there is one, because a `GroupError` is usually only its consequence; otherwise the first `GroupError`.

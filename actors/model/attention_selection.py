@@ -23,10 +23,10 @@ def choose(
     head_dim: int = 128,
     value_dim: int | None = None,
 ) -> AttentionBackend:
-    """Return the fastest backend installed for this device, dtype, page size (tokens per block) and head dimension.
+    """Return the fastest backend installed for this device, dtype, page size (`block_size` tokens) and head dimension.
 
     `softcap` and `sinks` require a backend that supports capped scores or attention sinks. `value_dim` is the head dimension of
-    values, by default `head_dim`.
+    values, by default `head_dim`. Some backend always fits.
     """
     if torch.device(device).type == "cuda":
         return choose_cuda(dtype, block_size, softcap=softcap, sinks=sinks, head_dim=head_dim, value_dim=value_dim)
@@ -35,7 +35,8 @@ def choose(
 
 
 def choose_partial(device: torch.device | str, dtype: torch.dtype, block_size: int, softcap: bool = False) -> PartialKernel:
-    """Return the partial attention kernels of a device. With `softcap`, they can cap scores."""
+    """Return the fastest partial attention kernels installed for this device, dtype and page size (`block_size` tokens). With
+    `softcap`, they can cap scores."""
     if torch.device(device).type == "cuda":
         return choose_cuda_partial(dtype, block_size, softcap=softcap)
     kernel: PartialKernel = CpuPartial()
@@ -43,6 +44,7 @@ def choose_partial(device: torch.device | str, dtype: torch.dtype, block_size: i
 
 
 def choose_latent(mla: MLASpec, device: torch.device | str, dtype: torch.dtype, block_size: int) -> LocalLatent:
-    """Return the latent attention (MLA) backend on top of the device's kernels."""
+    """Return the latent attention (MLA) backend for a model with the dimensions `mla`, on top of the fastest kernels installed
+    for this device, dtype and page size (`block_size` tokens)."""
     paged = choose(device, dtype, block_size, head_dim=mla.latent_dim)
     return LocalLatent(mla, paged, choose_partial(device, dtype, block_size))

@@ -52,20 +52,23 @@ class Builder:
         }
 
     def embedding(self) -> VocabularyEmbedding:
-        """Return the embedding of the first stage, scaled if the model scales it."""
+        """Return the embedding with this rank's vocabulary rows, scaled if the model scales it. Its weight is not initialised.
+        Raises `KeyError` on a stage without the embedding."""
         parts = (self._table["embed.weight"], self._own.vocab)
         scale = self._spec.embedding_scale
         return VocabularyEmbedding(*parts) if scale == 1 else ScaledEmbedding(*parts, scale)
 
     def head(self) -> VocabularyHead:
-        """Return the output head. It uses the embedding's weight if the model ties them and this stage holds the embedding."""
+        """Return the output head with this rank's vocabulary rows. It uses the embedding's weight if the model ties them and
+        this stage holds the embedding. Raises `KeyError` on a stage without the head."""
         weight = self._table["head.weight"] if "head.weight" in self._table else self._table["embed.weight"]
         parts = (weight, self._own.head_vocab, self._spec.vocab_size)
         cap = self._spec.logit_softcap
         return VocabularyHead(*parts) if cap is None else CappedHead(*parts, cap)
 
     def layer(self, index: int) -> Layer:
-        """Return the decoder layer `index`."""
+        """Return the decoder layer `index`, numbered in the whole model, with uninitialised weights. Raises `KeyError` if it is
+        not in this stage."""
         at = f"layers.{index}"
         return Layer(
             self.norm(f"{at}.input_norm"),
@@ -77,14 +80,16 @@ class Builder:
         )
 
     def feed_forward(self, index: int, at: str) -> nn.Module:
-        """Return the feed-forward part of a layer: an MLP, or a mixture of experts if the layer has experts."""
+        """Return the feed-forward part of the layer `index`: an MLP, or a mixture of experts if the layer has experts. Its
+        weights have the prefix `at` in the shard table."""
         moe = self._spec.moe_of(index)
         if moe is not None:
             return mixture(self._spec, moe, self._own, self._table, at)
         return GatedMLP(self.column(f"{at}.gate_up"), self.row(f"{at}.down"), ACTIVATIONS[self._spec.activation])
 
     def attention(self, index: int, at: str) -> nn.Module:
-        """Return the attention of the layer `index`; its weights have the prefix `at`."""
+        """Return the attention of the layer `index`, numbered in the whole model: latent or grouped-query, with the norms that
+        the model has. Its weights have the prefix `at` in the shard table."""
         spec, own, rope = self._spec, self._own, self.ropes.index(self._spec.rope_of(index))
         params = AttentionParams.of(spec, index, self._table.get(f"{at}.sinks"))
         if spec.mla is not None:
@@ -98,15 +103,17 @@ class Builder:
         return (GroupedAttention if spec.value_scale == 1 else ScaledValueAttention)(spec, own, *parts)
 
     def column(self, name: str) -> ColumnParallel:
-        """Return the column-parallel layer `name`."""
+        """Return the column-parallel layer whose weight is ``{name}.weight`` in the shard table (`KeyError` if there is none),
+        with its bias if the table has one."""
         return ColumnParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def row(self, name: str) -> RowParallel:
-        """Return the row-parallel layer `name`."""
+        """Return the row-parallel layer whose weight is ``{name}.weight`` in the shard table (`KeyError` if there is none),
+        with its bias if the table has one."""
         return RowParallel(self._table[f"{name}.weight"], self._table.get(f"{name}.bias"))
 
     def norm(self, name: str) -> nn.Module:
-        """Return the norm `name`, or the identity if the model does not have it."""
+        """Return the RMS norm whose weight is ``{name}.weight`` in the shard table, or the identity if the table has none."""
         if f"{name}.weight" not in self._table:
             return nn.Identity()
         weight, eps, offset = self._table[f"{name}.weight"], self._spec.norm_eps, self._spec.norm_offset

@@ -74,10 +74,12 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, hidden: Tensor | None, cache: KVCaches | KVCache) -> Tensor:
-        """Run this stage's layers. `hidden` is what the same tp rank of the previous stage returned (None on the first stage).
+        """Run this stage's layers on the tokens of `batch`. `hidden` is what the same tp rank of the previous stage returned
+        (None on the first stage). Writes the step's keys and values to `cache`. A collective of the rank's tp, cp, dcp and
+        expert groups.
 
         Returns [tokens, hidden] on the last stage. Other stages return the rank's own tokens of it (`Regions.own`), which is
-        all that the next stage needs from this rank. Writes the step's keys and values to `cache`.
+        all that the next stage needs from this rank.
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
         paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
@@ -88,8 +90,8 @@ class Decoder(nn.Module):
         return self._leave(hidden, region)
 
     def watch(self, ranges: Iterable[range], ran: Callable[[range], None]) -> None:
-        """Call `ran` with each of `ranges` of own layers after its last layer has run (on a device: has been queued), in every
-        step.
+        """Call `ran` with each of `ranges` of this stage's layers after its last layer has run (on a device: has been queued),
+        in every later step. Raises `KeyError` if that layer is not in this stage.
 
         Steps cost nothing more where nothing is watched.
         """
@@ -98,7 +100,8 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def serve(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Tensor:
-        """Run this stage's experts for the tokens of other DP ranks, in a step in which this DP rank has no tokens.
+        """Run this stage's experts for the tokens of other DP ranks, in a step in which this DP rank has no tokens, and take
+        part in the collectives of expert parallelism. The arguments are the fields of `Batch` with these names.
 
         Returns an empty tensor [0, hidden].
         """
@@ -109,7 +112,8 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Return fp32 logits [rows, own vocabulary] of rows of the last stage's `forward`. Padding ids have -inf."""
+        """Return fp32 logits [rows, own vocabulary] of `rows` [rows, hidden], rows of the last stage's `forward`. Padding ids
+        have -inf. Raises `RuntimeError` on another stage."""
         return self.head(self.norm(rows))  # type: ignore[no-any-return]
 
 
@@ -134,7 +138,8 @@ class ReceivedHidden(nn.Module):
     """Replaces the embedding on all stages but the first: hidden states come from the previous stage."""
 
     def forward(self, token_ids: Tensor, received: Tensor, region: Region) -> Tensor:
-        """Return the hidden states of the region, from the own tokens received."""
+        """Return this rank's part of the hidden states in `region`, from the own tokens `received` [own, hidden] from the
+        previous stage. `token_ids` is unused."""
         return region.join(received)
 
 
@@ -146,5 +151,5 @@ class NoHead(nn.Module):
         self._own = own
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Raises `RuntimeError`: this stage has no head."""
+        """Always raises `RuntimeError`: this stage has no head."""
         raise RuntimeError(f"the stage with layers {self._own.layers} cannot compute logits: only the last stage has the head")

@@ -16,7 +16,8 @@ class Candidates(NamedTuple):
 
 
 def best(logits: Tensor, ids: Tensor, count: int) -> Candidates:
-    """Return the `count` best columns of each row of `logits` [rows, columns], or all columns if there are not more.
+    """Return the `count` best columns of each row of `logits` [rows, columns] fp32, or all columns if there are not more,
+    sorted by (-logit, id).
 
     `ids` are int32 vocabulary ids, [columns] or [rows, columns]. NaN counts as +inf, so it comes first, and a check of the best
     logit detects it.

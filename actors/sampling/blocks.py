@@ -11,7 +11,8 @@ _CACHED_COLUMNS = 1 << 16
 
 
 def blocks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of `rows` [rows, columns], to be processed one after the other. On a GPU there is one slice."""
+    """Yield slices that together cover the rows of `rows` [rows, columns], to be processed one after the other: on a CPU few
+    enough rows to stay in its cache, on a GPU one slice of all."""
     total, columns = rows.shape
     size = max(1, _CACHED_COLUMNS // columns) if rows.device.type == "cpu" else total
     for start in range(0, total, size):

@@ -11,7 +11,8 @@ from actors.sampling.rows import SampleRow
 
 
 def edit(logits: Tensor, row: SampleRow, own: range) -> None:
-    """Modify the logits [own] of one row in place. Token ids outside `own` belong to other ranks and are ignored.
+    """Modify the fp32 `logits` of one row in place by its logit bias, penalties and min_tokens mask. They are those of the
+    vocabulary ids `own` of this rank; other token ids belong to other ranks and are ignored.
 
     The order is: bias; repetition penalty over prompt and output (positive logits divided, others multiplied, once per distinct
     token: Keskar et al., "CTRL", 2019, section 4.1, with the sign rule of transformers); presence and frequency penalties over

@@ -22,7 +22,12 @@ time."""
 
 
 def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None = None) -> Tensor:
-    """Return the id drawn for each row, [rows]. `mass` is that of `nucleus`."""
+    """Return the id drawn for each row, [rows] int32, from `candidates` [rows, count] after temperature, top-k, top-p and
+    min-p. The draw depends only on the row's seed and position, the ids and the logits.
+
+    `mass` [rows] fp64 is the weight of each row's whole vocabulary, for top-p (see `nucleus`); None if top-p counts only the
+    candidates that top-k leaves.
+    """
     device = candidates.logits.device
     params = [row.sampling for row in rows]
     scaled = candidates.logits / temperatures(rows, device)
@@ -37,10 +42,12 @@ def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None 
 
 
 def nucleus(scaled: Tensor, keep: Tensor, top_p: Sequence[float], mass: Tensor | None = None) -> Tensor:
-    """Return a mask of the candidates before which less than `top_p` of the mass lies. The first candidate always stays.
+    """Return a mask [rows, count] of the candidates before which less than `top_p` (one a row) of the mass lies. The first
+    candidate always stays.
 
-    Sums are computed in fp64 over weights exp(scaled - best). `mass` [rows] is the weight of the row's whole vocabulary; if it
-    is None, only the candidates that `keep` marks count (after top-k).
+    `scaled` [rows, count] are logits divided by the temperature, best first. Sums are computed in fp64 over weights exp(scaled
+    - best). `mass` [rows] is the weight of the row's whole vocabulary; if it is None, only the candidates that the mask `keep`
+    marks count (after top-k).
     """
     weights = _weights(scaled).masked_fill(~keep, 0.0).double()
     sums = weights.cumsum(dim=-1)
@@ -53,13 +60,14 @@ def nucleus(scaled: Tensor, keep: Tensor, top_p: Sequence[float], mass: Tensor |
 
 
 def min_p_floor(best_scaled: Tensor, min_p: Sequence[float]) -> Tensor:
-    """Return the lowest scaled logit that stays, [rows, 1]: p >= min_p * max p, which needs no sum over the vocabulary."""
+    """Return the lowest scaled logit that passes min-p, [rows, 1]: p >= min_p * max p, which needs no sum over the vocabulary.
+    `best_scaled` [rows, 1] is the best logit divided by the temperature; `min_p` has one value a row (0: no floor)."""
     return best_scaled + best_scaled.new_tensor(min_p).log().unsqueeze(1)
 
 
 def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """Draw from whole rows of `logits` [rows, vocab_size], where top-p needs the mass of all tokens. Returns ids and best
-    logits, both [rows]."""
+    """Draw a token for each row from whole rows of `logits` [rows, vocab_size] fp32, where top-p needs the mass of all tokens.
+    Returns the ids (int32) and the best logits, both [rows]."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     mass = _mass(logits, rows)
     chosen, peaks = logits.new_zeros(len(rows), dtype=torch.int32), logits.amax(dim=-1)
@@ -76,7 +84,7 @@ def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Te
 
 
 def temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
-    """Return the temperatures of the rows, [rows, 1] fp32."""
+    """Return the sampling temperatures of the rows on `device`, [rows, 1] fp32."""
     return torch.tensor([[row.sampling.temperature] for row in rows], dtype=torch.float32, device=device)
 
 

@@ -30,11 +30,12 @@ class Kind(Protocol):
     index: list[int]
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """Return what this rank sends its peers for its logits [rows, width], which are the rows of `index` in that order."""
+        """Return the tensors that this rank contributes to the all-gather, from its fp32 logits [rows, width] of the rows
+        `index`, in that order. Every tensor begins with dimension rows."""
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Choose from what every rank's `send` returned. Returns ids [rows], and a number [rows] that is finite if the choice
-        is valid."""
+        """Choose a token for each row of `index`. `gathered` has, for each tensor that `send` returned, those of all ranks
+        [ranks, rows, ...]. Returns ids [rows] int32, and a number [rows] that is finite if the choice is valid."""
 
 
 class Race:
@@ -44,12 +45,13 @@ class Race:
         self._shard, self._rows, self.index, self._greedy = shard, rows, index, greedy
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """Return the best scores and their ids, both [rows]. Among equal scores the lowest id is taken."""
+        """See `Kind.send`. Returns the best scores and their ids, both [rows]; among equal scores the lowest id is taken. A
+        collective of the TP group if a row has min-p."""
         scores, columns = logits.max(dim=-1) if self._greedy else self._draw(logits)
         return [scores, self._shard.ids[columns]]
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `Kind.choose`."""
+        """See `Kind.choose`. The number is the winning score."""
         scores, ranks = gathered[0].max(dim=0)
         return gathered[1].gather(0, ranks.unsqueeze(0)).squeeze(0), scores
 
@@ -89,11 +91,12 @@ class Shortlist:
         self._count = max(row.sampling.top_k for row in rows)
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """Return the logits and ids of this rank's top k, both [rows, k]."""
+        """See `Kind.send`. Returns the logits and ids of this rank's top k, both [rows, k], where k is the largest top_k of the
+        rows."""
         return list(best(logits, self._shard.ids, self._count))
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `Kind.choose`."""
+        """See `Kind.choose`. The number is the best logit."""
         logits, ids = (part.transpose(0, 1).flatten(1) for part in gathered)
         candidates = Candidates(logits, ids) if len(gathered[0]) == 1 else best(logits, ids, self._count)
         return draw(candidates, self._rows), candidates.logits[:, 0]
@@ -106,16 +109,17 @@ class FullLogits:
         self._shard, self._rows, self.index = shard, rows, index
 
     def send(self, logits: Tensor) -> list[Tensor]:
-        """Return the logits, [rows, width]."""
+        """See `Kind.send`. Returns the logits themselves, [rows, width]."""
         return [logits]
 
     def choose(self, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `Kind.choose`."""
+        """See `Kind.choose`. The number is the best logit."""
         return draw_from_all(self._shard.join(gathered[0]), self._rows)
 
 
 def kinds(shard: VocabShard, rows: Sequence[SampleRow]) -> Iterator[Kind]:
-    """Yield the rows of a step, grouped by kind. The order of kinds is the same on all ranks."""
+    """Yield the rows of a step grouped by the way in which they are sampled; each `Kind` has their indices in `rows`. `shard`
+    is this rank's vocabulary. The order is the same on all ranks."""
     sorted_rows: dict[str | int, list[int]] = {}
     for at, row in enumerate(rows):
         params = row.sampling

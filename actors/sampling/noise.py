@@ -21,16 +21,18 @@ _WORD = (1 << 64) - 1
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: range, device: torch.device | str = "cpu") -> Tensor:
-    """Return standard Gumbel values of the vocabulary ids `vocab`, [rows, len(vocab)] fp32.
+    """Return standard Gumbel noise of the vocabulary ids `vocab`, [rows, len(vocab)] fp32 on `device`: a pure function of seed,
+    position and id.
 
-    `seeds` are taken modulo 2**64; `positions` are the positions in the sequence of the tokens being drawn.
+    `seeds` (one a row) are taken modulo 2**64; `positions` (one a row) are the positions in the sequence of the tokens being
+    drawn.
     """
     return gumbel_of(seeds, positions, torch.arange(vocab.start, vocab.stop, dtype=torch.int32, device=device))
 
 
 def gumbel_of(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
-    """Return Gumbel values of the int32 `ids`, [rows, ids] fp32. `ids` is [ids] for all rows, or [rows, ids] with one set for
-    each.
+    """Return standard Gumbel noise of the int32 `ids`, [rows, ids] fp32, for the seed and the position of each row, as `gumbel`
+    does. `ids` is [ids] for all rows, or [rows, ids] with one set for each.
 
     Values lie in [-2.9, 22.2]: u has 31 bits and is kept half a step away from 0 and a rounding step away from 1. Its logarithm
     is computed with log1p from the small side, because large Gumbel values decide the draw, and 1 - u would round away the bits

@@ -21,12 +21,12 @@ class SampleRow:
 
     @property
     def position(self) -> int:
-        """Position in the sequence of the token being sampled, which is the counter of its noise."""
+        """Position in the sequence (from 0) of the token being sampled. The sampling noise is a function of it."""
         return len(self.tokens)
 
     @property
     def num_output(self) -> int:
-        """Number of tokens generated so far."""
+        """Number of tokens generated so far, without the prompt."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -44,12 +44,14 @@ class SampleResult:
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the most likely token is chosen, whatever the seed."""
+    """Whether these parameters always choose the most likely token, whatever the seed: temperature below `GREEDY_BELOW`, or
+    top_k 1."""
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
 def is_edited(row: SampleRow) -> bool:
-    """Whether the row's logits are modified before temperature and filters."""
+    """Whether the row's logits are modified before temperature and filters: by a logit bias, a penalty, or stop tokens masked
+    before `min_tokens`."""
     params = row.sampling
     return bool(
         params.logit_bias

@@ -38,10 +38,12 @@ class Sampler:
         self._shard = VocabShard(tp, vocab, vocab_size, torch.device(device))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
-        """Return the next token of each row, from this rank's fp32 `logits` [rows, len(vocab)].
+        """Return the next token of each of `rows`, in their order, from this rank's fp32 `logits` [rows, len(vocab)], which are
+        not changed. A collective of the TP group: every rank gets the same result.
 
         Log-probabilities, if requested, are those of the raw logits: before bias, penalties, temperature and filters. Among
-        equal logits the lowest id is chosen. A row without a possible token gets `SampleResult.error`.
+        equal logits the lowest id is chosen. A row without a possible token gets `SampleResult.error`, and the other rows their
+        tokens.
         """
         if not rows:
             return []
@@ -57,10 +59,11 @@ class Sampler:
         return choices
 
     def score(self, logits: Tensor, targets: Sequence[int], num_top: Sequence[int] | int) -> list[TokenLogprob]:
-        """Return log-probability and rank of each row's target under raw `logits` [rows, len(vocab)], with alternatives.
+        """Return the log-probability (natural) and rank of each row's target token id under raw `logits` [rows, len(vocab)]
+        fp32, with the most likely alternatives. A collective of the TP group.
 
-        `num_top` is the number of alternatives (of each row), which are sorted by (-logprob, id); at most `vocab_size` are
-        returned. Values are finite: an impossible token has -9999.
+        `num_top` is the number of alternatives (of all rows, or of each), which are sorted by (-logprob, id); at most
+        `vocab_size` are returned. Values are finite: an impossible token has -9999.
         """
         if not targets:
             return []

@@ -17,7 +17,8 @@ FLOOR = -9999.0
 
 
 def score(shard: VocabShard, logits: Tensor, targets: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """Return the scores of `targets`, one for each row of this rank's logits [rows, width], with `num_top` alternatives each.
+    """Return the log-probability, rank and `num_top` best alternatives of `targets`, token ids, one for each row of this rank's
+    fp32 `logits` [rows, width] (`VocabShard.columns`). A collective of the TP group.
 
     There are two exchanges: the targets' logits, which only their owners hold; then, in one, what the sum over the vocabulary,
     the targets' ranks and the alternatives need.

@@ -34,14 +34,15 @@ class VocabShard:
         self.ids = ids
 
     def columns(self, logits: Tensor) -> Tensor:
-        """Return the logits of `ids`, [rows, width], from this rank's [rows, padded]. Padding becomes -inf."""
+        """Return the logits [rows, width] of the ids `ids`, from this rank's `logits` [rows, rows of the padded vocabulary].
+        Columns without a real token become -inf. `width` is equal on all ranks."""
         own = logits[:, : len(self.own)]
         missing = self.width - len(self.own)
         return functional.pad(own, (0, missing), value=-torch.inf) if missing else own
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return each part of every rank, [ranks, *shape], with a single all-gather. Shapes and dtypes must be equal on all
-        ranks.
+        """Return each of `parts` of every TP rank, [ranks, *shape of the part], with a single all-gather. Shapes and dtypes, of
+        4 or 8 bytes an element, must be equal on all ranks.
 
         Everything is sent as int32 words: floats keep their bits, and one call carries the data of several kinds of row.
         """
@@ -51,7 +52,7 @@ class VocabShard:
         return [self._restored(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
     def join(self, gathered: Tensor) -> Tensor:
-        """Return logits [rows, vocab_size] from the [ranks, rows, width] columns of every rank."""
+        """Return whole logits [rows, vocab_size] from `gathered` [ranks, rows, width], the `columns` of every rank."""
         if len(self._widths) == 1:
             return gathered[0]
         return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(self._widths)], dim=1)

@@ -46,11 +46,11 @@ class CaseBlockPool:
     dp_size: int = 1
 
     def blocks_for(self, tokens: int) -> int:
-        """Returns the number of blocks that hold `tokens` tokens."""
+        """Returns the number of KV blocks that hold `tokens` tokens of one sequence, over all KV owners together."""
         return -(-tokens // self.block_size)
 
     def num_blocks(self, texts: Sequence[Text]) -> int:
-        """Returns the number of blocks that every owner needs for all `texts` at once, plus one that stays unused."""
+        """Returns the number of KV blocks that every owner needs for all `texts` at once, plus one that stays unused."""
         return 1 + sum(-(-self.blocks_for(len(text.tokens)) // self.owners) for text in texts)
 
 
@@ -65,10 +65,12 @@ class Case:
 def make_case(
     kind: str, texts: Sequence[Text], pool: CaseBlockPool, number: int, certain: Container[tuple[int, int]] = ()
 ) -> Case:
-    """Returns the case `kind`, one of `KINDS`. `number` makes its sequence ids differ from those of other cases on its ranks.
+    """Returns the case `kind`, one of `KINDS` (`KeyError` otherwise), that runs `texts` on the blocks of `pool`. `number`,
+    different for each case on the same ranks, makes its sequence ids unique, and seeds its choice of blocks and chunks.
 
-    `certain` is a set of (text, position) after which rounding cannot change the greedy token. After these, ``decode`` lets the
-    ranks continue with the token that they sampled themselves, as an engine does whose scheduling runs a step ahead.
+    `certain` is a set of (index of the text, position) after which rounding cannot change the greedy token. After these,
+    ``decode`` lets the ranks continue with the token that they sampled themselves, as an engine does whose scheduling runs a
+    step ahead.
     """
     script = _Script(texts, pool, number, score=kind == "prefill", certain=certain if kind == "decode" else ())
     {"prefill": _prefill, "chunked": _chunked, "decode": _decode, "prefix": _prefix, "mixed": _mixed}[kind](script)
@@ -76,7 +78,8 @@ def make_case(
 
 
 def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bool = True) -> Case:
-    """Returns the reference case: one sequence after the other, with every position scored.
+    """Returns the reference case: one sequence of `texts` after the other, with every position scored. `pool` and `number` are
+    those of `make_case`.
 
     With `in_one_go`, each sequence runs as one prompt, continuation included. That must not be done if the RoPE depends on the
     prompt length; the continuation is then run token by token.
@@ -92,17 +95,18 @@ def plain(texts: Sequence[Text], pool: CaseBlockPool, number: int, in_one_go: bo
 
 
 def text_of(sequence_id: int, texts: Sequence[Text]) -> int:
-    """Returns the index in `texts` of a sequence id."""
+    """Returns the index in `texts` of the text that the sequence `sequence_id` of a case runs."""
     return sequence_id % len(texts)
 
 
 def planned_keys(plans: Sequence[StepPlan]) -> set[Key]:
-    """Returns the keys of all tokens that `plans` run."""
+    """Returns the (sequence id, position) of all tokens that `plans` run."""
     return {(row.sequence_id, row.start + at) for plan in plans for row in plan.rows for at in range(row.count)}
 
 
 def sampled_keys(plans: Sequence[StepPlan]) -> list[Key]:
-    """Returns the keys of all tokens after which `plans` sample, in order."""
+    """Returns the (sequence id, position) of all tokens after which `plans` sample the next one, in the order of the plans and
+    their rows."""
     return [(row.sequence_id, row.start + row.count - 1) for plan in plans for row in plan.rows if row.sample]
 
 
@@ -137,15 +141,15 @@ class _Script:
         self._held = self._new_sequences()
 
     def left(self, index: int) -> int:
-        """Returns the number of tokens of a sequence that have not been run."""
+        """Returns the number of tokens of the text `index`, continuation included, that no plan runs yet."""
         return len(self.texts[index].tokens) - self._held[index].done
 
     def prompt_left(self, index: int) -> int:
-        """Returns the number of prompt tokens of a sequence that have not been run; negative once it decodes."""
+        """Returns the number of prompt tokens of the text `index` that no plan runs yet; negative once it decodes."""
         return self.texts[index].prompt_length - self._held[index].done
 
     def step(self, counts: dict[int, int]) -> None:
-        """Add one plan that runs the given number of tokens of each sequence."""
+        """Append one plan that runs the next ``counts[index]`` tokens of each text `index` in `counts`."""
         started = [self._start(index) for index in counts if self._held[index].fresh]
         rows = [self._row(index, count) for index, count in counts.items()]
         for index in counts:
@@ -154,7 +158,8 @@ class _Script:
         self._ended = []
 
     def start_anew_on_cached_blocks(self) -> None:
-        """End every sequence, and start the same ones again with their full blocks found in the cache."""
+        """End every sequence with the next plan, and start the same texts again, under new ids, with their full blocks found in
+        the cache."""
         before = self._held
         self._ended += [held.sequence_id for held in before.values() if not held.fresh]
         self._held = self._new_sequences()
@@ -163,7 +168,7 @@ class _Script:
             held.done, held.blocks = full * self.pool.block_size, before[index].blocks[:full]
 
     def end(self) -> tuple[StepPlan, ...]:
-        """Returns the plans."""
+        """Returns the plans written so far, in order."""
         return tuple(self._plans)
 
     def _new_sequences(self) -> dict[int, _Held]:

@@ -19,9 +19,10 @@ from placement.model.spec import ModelSpec
 
 
 def with_moves(case: Case, spec: ModelSpec, layout: Layout) -> Case:
-    """Returns the case with moves of the experts of every MoE layer to the expert map for random loads, and back.
+    """Returns `case` with moves of the experts of every MoE layer of `spec` to the expert map for random loads in its middle
+    plan, and back in one more plan without rows at its end.
 
-    The case is unchanged if the model has no experts, the layout has no expert parallelism, or there are fewer than two plans.
+    The case is unchanged if the model has no experts, `layout` has no expert parallelism, or there are fewer than two plans.
     """
     if spec.moe is None or layout.ep == 1 or len(case.plans) < 2:
         return case

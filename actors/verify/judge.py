@@ -43,7 +43,8 @@ class Tolerance:
 
 
 def float32_tolerance(reference: Reference) -> Tolerance:
-    """Returns the float32 tolerance for a reference, see the module."""
+    """Returns the float32 tolerance: for logits the larger of 1e-4 and 1e-5 of the largest logit of `reference`, and 1e-3
+    (relative) for hidden states."""
     largest = reference.largest_logit
     bound = max(_ABSOLUTE, _OF_LARGEST * largest)
     text = f"float32: the larger of 1e-4 and 1e-5 of the largest logit ({largest:.4g})"
@@ -51,14 +52,16 @@ def float32_tolerance(reference: Reference) -> Tolerance:
 
 
 def bfloat16_tolerance(one_rank: Distance) -> Tolerance:
-    """Returns the bfloat16 tolerance, given the distance of one rank in bfloat16 from one rank in float32, see the module."""
+    """Returns the bfloat16 tolerance: twice the error `one_rank`, the distance of one rank in bfloat16 from one rank in
+    float32, plus 1e-2, for the logits and for each layer."""
     text = f"bfloat16: twice the error of one rank against float32 ({one_rank.logits:.4g}) plus 1e-2"
     layers = {layer: 2 * error + 1e-2 for layer, error in one_rank.layers.items()}
     return Tolerance("bfloat16", 2 * one_rank.logits + 1e-2, layers, text)
 
 
 def certain_choices(reference: Reference, tolerance: Tolerance) -> set[tuple[int, int]]:
-    """Returns the set of (text, position) after which the greedy token is clear even at an error as large as the tolerance."""
+    """Returns the set of (index of the text, position) after which the greedy token of `reference` is clear even at an error as
+    large as `tolerance`: the two best logits differ by more than ten times that of the logits."""
     best = torch.topk(reference.logits, 2, -1).values
     clear = iter((best[:, 0] - best[:, 1] > _MARGIN * tolerance.logits).tolist())
     return {
@@ -67,8 +70,12 @@ def certain_choices(reference: Reference, tolerance: Tolerance) -> set[tuple[int
 
 
 def judge(case: Case, reference: Reference, tolerance: Tolerance, ran: Ran, found: Distance, repeats: bool) -> CaseReport:
-    """Returns the verdict on one case. `found` is its distance from the reference, and `repeats` is true if two runs gave
-    the same bits."""
+    """Returns the verdict on `case` with its measurements: ``fault`` if an error exceeds `tolerance`, a clear greedy token
+    differs, a value or token is missing, or `repeats` is False; else ``rounding``.
+
+    `ran` is the outcome of the case on the ranks, `found` its distance from `reference`, and `repeats` whether a second run
+    gave the same bits.
+    """
     choices = _choices(case, reference, ran.results, found.logits)
     wrong = tuple(each for each in choices.clear if each.token != each.expected)
     faults = list(found.faults)

@@ -76,9 +76,11 @@ class Workers:
         self.close()
 
     def start(self, config: RankConfig, num_blocks: int, routes: Routes | None = None) -> WatchedRanks:
-        """Start the ranks of `config.layout` on the first workers. `routes`: see `StartRanks`.
+        """Start the ranks of `config.layout` on the first workers, with `num_blocks` KV blocks each, and return them once all
+        are ready. Close them before the next start. `routes` are expert routes to replay, None if the ranks route tokens
+        themselves.
 
-        Raises `LinkError` if a rank cannot start, and `ValueError` if there are too few workers.
+        Raises `LinkError` if a rank cannot start or is not ready within 120 s, and `ValueError` if there are too few workers.
         """
         world = config.layout.world
         if world > len(self._pipes):
@@ -86,7 +88,7 @@ class Workers:
         return _ProcessRanks(self._pipes[:world], config, num_blocks, routes)
 
     def close(self) -> None:
-        """End the processes, and kill those that do not end in time. Further calls do nothing."""
+        """End the worker processes, and kill those that do not end within 10 s. Further calls do nothing."""
         for pipe in self._pipes:
             if not pipe.closed:
                 with suppress(OSError):  # the worker may have ended already
@@ -119,6 +121,7 @@ class _ProcessRanks:
             raise
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
+        """See `WatchedRanks.run`."""
         results = flow(plans, self._sent, self._in_flight, self._send, self._receive)
         self._sent += len(plans)
         for rank, pipe in enumerate(self._pipes):
@@ -127,7 +130,8 @@ class _ProcessRanks:
         return Ran(results, records)
 
     def close(self) -> None:
-        """Free the workers. A rank that has failed has ended already and ignores the message."""
+        """See `WatchedRanks.close`. Frees the workers for other ranks. A rank that has failed has ended already and ignores the
+        message."""
         for rank, pipe in enumerate(self._pipes):
             with suppress(LinkError):
                 _post(pipe, rank, BYE)
@@ -164,7 +168,8 @@ class _Inbox:
         self._messages: list[deque[bytes]] = [deque() for _ in pipes]
 
     def next(self, rank: int, kind: bytes, timeout_s: float) -> bytes:
-        """Returns the body of the next message of `rank`, which must be of `kind`. Raises `LinkError` once any rank fails."""
+        """Returns the body of the next message of `rank`, without its first byte, which must be `kind`. Raises `LinkError` once
+        any rank has failed or ended, if the message is of another kind, or if none comes within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self._messages[rank]:
             self._read(deadline, f"rank {rank} sent nothing (a message {kind!r} was due) within {timeout_s:g} s")
@@ -177,7 +182,8 @@ class _Inbox:
         return message[1:]
 
     def last(self, rank: int, timeout_s: float) -> None:
-        """Read messages until `rank` reports that it has ended."""
+        """Read messages until `rank` reports that it has ended. Raises `LinkError` if it does not within `timeout_s`, or a
+        worker process ends."""
         deadline = time.monotonic() + timeout_s
         while not (self._messages[rank] and self._messages[rank][-1] == DONE):
             self._read(deadline, f"rank {rank} did not end within {timeout_s:g} s")

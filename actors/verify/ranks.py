@@ -33,10 +33,12 @@ class WatchedRanks(Protocol):
     """The ranks of one replica, with their hidden states and logits recorded."""
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
-        """Run `plans`, with as many in flight as there are PP stages. Raises `LinkError` if a rank fails or is stuck."""
+        """Run `plans` in order, with as many in flight as there are PP stages, and return the results and all records since the
+        last call. The plans get new step numbers, which continue over calls. Raises `LinkError` if a rank fails or a step takes
+        over 60 s."""
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks of this replica. `run` must not be called again."""
 
 
 StartRanks = Callable[[RankConfig, int, Routes | None], WatchedRanks]
@@ -72,12 +74,14 @@ class WatchedThreads:
         self._ranks = ThreadRanks(config, num_blocks, attach, timeout_s=STEP_S)
 
     def run(self, plans: Sequence[StepPlan]) -> Ran:
+        """See `WatchedRanks.run`."""
         results = flow(plans, self._sent, self._in_flight, self._ranks.send, lambda: self._ranks.receive(STEP_S))
         self._sent += len(plans)
         self._wait_for_all()
         return Ran(results, [recorder.take() for recorder in self._recorders])
 
     def close(self) -> None:
+        """See `WatchedRanks.close`."""
         self._ranks.close()
 
     def _count(self, rank: int) -> None:
@@ -101,7 +105,9 @@ def flow(
     send: Callable[[StepPlan], None],
     receive: Callable[[], StepResult],
 ) -> list[StepResult]:
-    """Send all plans, at most `in_flight` ahead of their results. Returns the results. Steps are numbered from `first_step`."""
+    """Pass each plan to `send`, with at most `in_flight` plans not answered yet, and return what `receive` returned for each,
+    in order. The plans are sent as copies with step numbers from `first_step` on, and the last step answered before as
+    `settled`."""
     results: list[StepResult] = []
     for number, plan in enumerate(plans):
         if number - len(results) >= in_flight:

@@ -56,7 +56,8 @@ class Recorder:
         self._is_shared = False
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
-        """Returns the parts with recording attached. `stepped` is called after each step."""
+        """Register forward hooks on the decoder of `parts`, one rank, and return the parts with a runner that records each
+        step. `stepped` is called after each step."""
         decoder = parts.decoder
         self._dp_rank = parts.identity.coords.attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
@@ -69,12 +70,12 @@ class Recorder:
         return replace(parts, runner=_Recorded(parts.runner, self, stepped))
 
     def take(self) -> list[StepRecord]:
-        """Returns the records since the last call."""
+        """Returns the records of the steps since the last call, oldest first, and forgets them."""
         taken, self.steps = self.steps, []
         return taken
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin the record of a step. Called by the recorded runner."""
+        """Begin the record of the step that `plan` describes, before its forward pass. Called by the recorded runner."""
         mine = plan.of_dp_rank(self._dp_rank)
         plan = plan if self._is_shared else mine
         self._scored.update({start.sequence_id: (start.sampling, start.prompt_length) for start in plan.started})
@@ -123,6 +124,7 @@ class _Recorded:
         self._runner, self._recorder, self._stepped = runner, recorder, stepped
 
     def step(self, plan: StepPlan) -> StepResult | None:
+        """See `StepRunner.step`. The step is recorded."""
         self._recorder.begin(plan)
         result = self._runner.step(plan)
         self._stepped()

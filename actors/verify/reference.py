@@ -28,13 +28,13 @@ class Reference:
     logits: Tensor
 
     def rows(self, keys: Sequence[Key]) -> Tensor:
-        """Returns the row of each key, [keys] int64."""
+        """Returns the row in `hidden` and `logits` of each (sequence id, position) of `keys`, [keys] int64."""
         starts = list(accumulate((len(text.tokens) for text in self.texts), initial=0))
         return torch.tensor([starts[text_of(sequence, self.texts)] + position for sequence, position in keys])
 
     @property
     def largest_logit(self) -> float:
-        """The largest absolute logit."""
+        """The largest absolute value of all logits."""
         return float(self.logits.abs().max())
 
 
@@ -56,7 +56,8 @@ class Distance:
 
 
 def reference_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Reference:
-    """Returns the reference from a run of `cases.plain` on one rank."""
+    """Returns the reference from `ran`, a run of `cases.plain` of `texts` on one rank. Logits are cut to `vocab_size`, without
+    padding. Tokens that were not run have NaN."""
     empty = Reference(texts, {}, torch.empty(0))
     tokens = sum(len(text.tokens) for text in texts)
     hidden: dict[int, Tensor] = {}
@@ -71,7 +72,9 @@ def reference_of(ran: Ran, texts: Sequence[Text], vocab_size: int) -> Reference:
 
 
 def distance(ran: Ran, plans: Sequence[StepPlan], reference: Reference, shards: Sequence[Shard]) -> Distance:
-    """Returns the distance of all ranks' values from the reference. `shards` are the model shards by world rank."""
+    """Returns the distance of the values of all ranks in `ran`, a run of `plans`, from `reference`. `shards` are the model
+    shards by world rank, which say whose logits a rank has. Missing values and padding that could be sampled are listed as
+    faults."""
     found = Distance()
     wanted = _Coverage(reference, plans)
     for rank, (records, own) in enumerate(zip(ran.records, shards, strict=True)):
@@ -132,17 +135,17 @@ class _Coverage:
         self._size = reference.logits.shape[1]
 
     def saw_hidden(self, layer: int, keys: Sequence[Key]) -> None:
-        """Mark the hidden states of `keys` after `layer` as compared."""
+        """Mark the hidden states of the tokens `keys` after `layer` (`EMBEDDING` or a layer number) as compared."""
         self._hidden[layer].update(keys)
 
     def saw_logits(self, own: Shard, keys: Sequence[Key]) -> None:
-        """Mark the logits of `keys` in the vocabulary range of the shard `own` as compared."""
+        """Mark the logits of the tokens `keys` in the vocabulary range of the shard `own` as compared."""
         for key in keys:
             if key in self._vocab:
                 self._vocab[key].add(own.head_vocab)
 
     def missing(self) -> list[str]:
-        """Returns a description of the values that no rank has provided."""
+        """Returns one line of text for each layer and each sampled token with values that no rank has provided."""
         faults = []
         for layer, seen in self._hidden.items():
             if lost := self._tokens - seen:

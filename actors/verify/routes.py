@@ -34,7 +34,8 @@ class LayerRoutes:
     experts: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Returns the experts [rows, top_k] of the recorded tokens that are nearest to the rows `x` [rows, hidden]."""
+        """Returns the experts [rows, top_k] of the recorded tokens whose router inputs are nearest (Euclidean) to the rows `x`
+        [rows, hidden]."""
         # fp64, because `cdist` uses matrix products for many rows, which lose half of the digits.
         return self.experts[torch.cdist(x.to(torch.float64), self.inputs.to(torch.float64)).argmin(1)]
 
@@ -50,13 +51,14 @@ class RouteNotes:
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attach(self, parts: Parts) -> Parts:
-        """Attach the recording to the routers of `parts`, and return the same parts."""
+        """Register forward hooks on the routers of `parts`, one rank that holds all layers, which record its routes from now
+        on. Returns the same parts."""
         for layer, mixture in parts.decoder.mixtures.items():
             mixture.router.register_forward_hook(partial(self._note, layer))
         return parts
 
     def take(self) -> Routes:
-        """Returns the routes recorded since the last call."""
+        """Returns the routes recorded since the last call, by MoE layer, and forgets them."""
         seen, self._seen = self._seen, {}
         return {layer: LayerRoutes(*(torch.cat(parts) for parts in zip(*calls, strict=True))) for layer, calls in seen.items()}
 
@@ -65,7 +67,8 @@ class RouteNotes:
 
 
 def replay(parts: Parts, routes: Routes) -> None:
-    """Make the rank's routers choose the experts of `routes` from now on."""
+    """Make the routers of `parts`, one rank, choose the experts of `routes` from now on, in place. Raises `KeyError` if
+    `routes` lacks one of the rank's MoE layers."""
     for layer, mixture in parts.decoder.mixtures.items():
         _Replayed(mixture.router, routes[layer])
 

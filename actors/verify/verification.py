@@ -59,8 +59,11 @@ class Verification:
         self._kinds, self._start, self._on_progress = kinds, start, on_progress
 
     def run(self) -> Report:
-        """Run the verification and return its report. Raises `LinkError` only if the single-rank reference cannot run, which is
-        not a fault of the layout."""
+        """Run every case, which may take minutes, and return the report. Ranks that fail in a case are reported as a fault.
+
+        Raises `LinkError` if one of the single-rank runs fails or the ranks cannot start, and what `start` raises otherwise
+        (such as `ValueError` with too few workers).
+        """
         began = time.monotonic()
         texts, reference, routes = self._reference()
         tolerance = float32_tolerance(reference)

@@ -31,7 +31,8 @@ class Start(BaseModel):
 
 
 def pack_start(start: Start, routes: Routes | None) -> bytes:
-    """Returns the packed `start` (JSON) and the expert routes to replay (safetensors)."""
+    """Returns the body of a `START` message: `start` as JSON and the expert routes to replay (None: the rank routes tokens
+    itself) as safetensors."""
     tensors: dict[str, Tensor] = {}
     for layer, of_layer in (routes or {}).items():
         tensors |= {f"{layer}.inputs": of_layer.inputs, f"{layer}.experts": of_layer.experts}
@@ -41,7 +42,8 @@ def pack_start(start: Start, routes: Routes | None) -> bytes:
 
 
 def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
-    """Returns the message and the routes that `pack_start` packed."""
+    """Returns the message and the routes from `data`, which `pack_start` packed. Raises pydantic's `ValidationError` if the
+    message has other fields."""
     start, layers, packed = msgpack.unpackb(data)
     tensors = safetensors.torch.load(packed)
     routes = {layer: LayerRoutes(tensors[f"{layer}.inputs"], tensors[f"{layer}.experts"]) for layer in layers or ()}
@@ -49,7 +51,7 @@ def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
 
 
 def pack_records(records: Sequence[StepRecord]) -> bytes:
-    """Returns the records as bytes: keys in msgpack, tensors in safetensors."""
+    """Returns the body of a `RECORDS` message: the keys of the records in msgpack, their tensors in safetensors."""
     tensors: dict[str, Tensor] = {}
     heads = []
     for at, record in enumerate(records):
@@ -61,7 +63,7 @@ def pack_records(records: Sequence[StepRecord]) -> bytes:
 
 
 def unpack_records(data: bytes) -> list[StepRecord]:
-    """Returns the records that `pack_records` packed."""
+    """Returns the records from `data`, which `pack_records` packed."""
     heads, packed = msgpack.unpackb(data, use_list=False)
     tensors = safetensors.torch.load(packed)
     return [_record(at, head, tensors) for at, head in enumerate(heads)]

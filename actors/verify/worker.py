@@ -35,7 +35,8 @@ from actors.wire.results import StepResult
 
 
 def work(pipe: Connection) -> None:
-    """Run the ranks that the pool starts, until a `QUIT` message or the end of the pool."""
+    """Run the ranks that the pool starts by messages over `pipe`, one after another, until a `QUIT` message or the end of the
+    pool. The target of a worker process. A rank's errors are reported over the pipe, not raised."""
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while (message := pipe.recv_bytes())[:1] != QUIT:
             if message[:1] == START:  # any other message was meant for a rank that has failed
@@ -75,6 +76,7 @@ class _PipeLink:
         self.recorder = Recorder()
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
+        """See `PlanLink.receive_plan`. Requests for records are answered meanwhile. Raises `LinkError` on any other message."""
         while self._pipe.poll(timeout_s):
             message = self._pipe.recv_bytes()
             if message[:1] == PLAN:
@@ -87,19 +89,21 @@ class _PipeLink:
         raise LinkTimeout(f"no plan within {timeout_s:g} s")
 
     def send_result(self, result: StepResult) -> None:
+        """See `PlanLink.send_result`."""
         self._pipe.send_bytes(RESULT + result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Does nothing: stage times are not measured."""
+        """See `PlanLink.send_busy`. Does nothing: stage times are not measured."""
 
     def send_experts(self, report: ExpertReport) -> None:
-        """Does nothing: no plan requests expert reports."""
+        """See `PlanLink.send_experts`. Does nothing: no plan requests expert reports."""
 
     def send_kv(self, report: KVReport) -> None:
-        """Does nothing: there are no hand-offs."""
+        """See `PlanLink.send_kv`. Does nothing: there are no hand-offs."""
 
     def send_failure(self, reason: str) -> None:
+        """See `PlanLink.send_failure`."""
         self._pipe.send_bytes(FAILED + reason.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Does nothing: the worker keeps the pipe for its next rank."""
+        """See `PlanLink.close`. Does nothing: the worker keeps the pipe for its next rank."""

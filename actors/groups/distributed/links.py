@@ -18,17 +18,22 @@ class Links(Protocol):
     """The methods of a process group that are used. All tensors are ``[bytes]``, and all sizes are bytes."""
 
     def alltoall_base(self, output: Tensor, input: Tensor, receive: Sequence[int], send: Sequence[int], /) -> Work:
-        """Send consecutive parts of `input` to the ranks in order. The parts that they send to this rank arrive in `output`."""
+        """Send consecutive parts of `input` to the ranks in order, `send[i]` bytes to rank i; the `receive[i]` bytes that rank
+        i sends here arrive in `output`, in rank order. Returns the pending operation; ``wait`` on it raises `RuntimeError` on
+        failure."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
-        """Send the tensor, which must stay alive until the work is done."""
+        """Send the only tensor of `tensors`, which must stay alive until the work is done, to group rank `to`. `tag` must equal
+        the receiver's. Returns the pending operation; ``wait`` on it raises `RuntimeError` on failure."""
 
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> Work:
-        """Receive into the tensor."""
+        """Receive from group rank `source` into the only tensor of `tensors`. `tag` must equal the sender's. Returns the
+        pending operation; ``wait`` on it raises `RuntimeError` on failure."""
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, host: str, timeout: timedelta) -> Links:
-    """Connect this rank: gloo for ``cpu``, listening at `host`; NCCL for ``cuda``.
+    """Connect this rank to the `size` ranks that use `store`, and return the process group: gloo for a ``cpu`` device,
+    listening at the address `host`; NCCL for ``cuda``. `timeout` limits connecting and each later operation.
 
     Returns once all ranks are connected (gloo) or registered (NCCL). Raises `RuntimeError` if a rank cannot be reached in time,
     and `GroupError` if torch lacks NCCL.

@@ -38,7 +38,8 @@ class StoreMembers:
             raise GroupError(f"{title}: waited {waited_s:.1f} s for {self._absent()} to join: {error}") from error
 
     def missing(self) -> str:
-        """Return, after a failure, a text that names the ranks that have died or do not answer within a second."""
+        """Return, after a failure, a text for an error message that names the ranks that have died or do not answer. All
+        survivors must call it; it takes up to one second, and never raises."""
         deadline = time.monotonic() + _ANSWER_S
         silent = self._peers
         while time.monotonic() < deadline:

@@ -18,10 +18,11 @@ _TOKEN = "engine"
 
 
 def serve_store(engine: str, host: str = "127.0.0.1", timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TCPStore, int]:
-    """Start a store for the engine named `engine`. Returns the store, which the caller must keep alive, and the port to
-    publish.
+    """Start a key-value store for the engine named `engine`, on a free port. Returns the store, which the caller must keep
+    alive, and the port to publish.
 
-    `host` is the name or address under which other ranks reach this one.
+    `host` is the name or address under which other ranks reach this one; `timeout_s` limits each operation on the store. Raises
+    `RuntimeError` if the store cannot be started, or not be reached under `host`.
     """
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     store.set(_TOKEN, engine)
@@ -29,8 +30,11 @@ def serve_store(engine: str, host: str = "127.0.0.1", timeout_s: float = DEFAULT
 
 
 def join_store(engine: str, host: str, port: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPStore:
-    """Connect to the store that `serve_store` published. Raises `GroupError` if it is unreachable or belongs to another
-    engine."""
+    """Connect to the store that `serve_store` has started at `host` and `port`, and return it. `engine` is the name of the
+    engine that must own it; `timeout_s` limits connecting and each later operation.
+
+    Raises `GroupError` if it is unreachable or belongs to another engine.
+    """
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         found = bytes(store.get(_TOKEN)).decode()

@@ -77,7 +77,7 @@ class TorchGroup(CountedGroup):
             raise GroupError(f"{title}: could not connect; {self._members.missing()}: {error}") from error
 
     def close(self) -> None:
-        """Close the connections. Peers still in an operation with this rank fail with `GroupError`."""
+        """See `Group.close`. Sends that the receiver has not taken may be lost."""
         self._group = self._upward = None
         self._sends.clear()
 

@@ -51,7 +51,12 @@ class Outbox(_Mailbox):
         """For each message not taken yet: its start in the unwrapped ring, and its file descriptor (-1: none)."""
 
     def put(self, data: Tensor, kind: int, look_round: LookRound) -> None:
-        """Send `data` (``[bytes]``). The receiver must expect the same `kind` (any number below 2**32)."""
+        """Send `data` (uint8 ``[bytes]``). `kind`, any number below 2**32, must be that with which the receiver takes the
+        message.
+
+        Returns without waiting, unless the receiver is 64 messages behind: then raises `GaveUpError` if `look_round` (see
+        `wait_for`) gives up the wait. Raises `OSError` if a message that does not fit the ring cannot be written to a file.
+        """
         self._forget_taken()
         if len(self._under_way) == RECORDS:
             wait_for(self._words, self._taken_cell, self._sent - RECORDS + 1, look_round)
@@ -72,14 +77,16 @@ class Outbox(_Mailbox):
         self._words[self._sent_cell] = self._sent
 
     def drain(self, look_round: LookRound) -> None:
-        """Wait until the receiver has taken every message that has a file of its own."""
+        """Wait until the receiver has taken every message that has a file of its own, because it did not fit the ring. Raises
+        `GaveUpError` if `look_round` (see `wait_for`) gives up the wait."""
         self._forget_taken()
         last = max((number for number, (_, file) in enumerate(self._under_way, start=1) if file >= 0), default=0)
         if last:
             wait_for(self._words, self._taken_cell, self._sent - len(self._under_way) + last, look_round)
 
     def close(self) -> None:
-        """Discard messages that have not been taken."""
+        """Close the files of messages that have not been taken, which discards these; messages in the ring can still be
+        received."""
         for _, file in self._under_way:
             if file >= 0:
                 os.close(file)
@@ -113,8 +120,11 @@ class Inbox(_Mailbox):
         self._sender_pid = sender_pid
 
     def take(self, out: Tensor, kind: int, look_round: LookRound) -> None:
-        """Receive into `out` (``[bytes]``). Raises `GaveUpError` if the wait is given up, or the next message has another size
-        or kind."""
+        """Receive the next message into `out` (uint8 ``[bytes]``); `kind` must be that with which it was sent.
+
+        Raises `GaveUpError` if `look_round` (see `wait_for`) gives up the wait, if the message has another size or kind, or if
+        the sender has ended and its file with it.
+        """
         wait_for(self._words, self._sent_cell, self._taken + 1, look_round)
         record = self._record(self._taken)
         place, num_bytes, sent_kind, offset = self._words[record : record + 4]

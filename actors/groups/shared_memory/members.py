@@ -31,28 +31,30 @@ class SegmentMembers:
         self._first = [(geometry.rank_block(peer) + LINE_BYTES) // 8 for peer in range(geometry.size)]
 
     def enter(self) -> None:
-        """Register this process as attached."""
+        """Register the calling process in the segment as this rank, attached."""
         process, first = ProcessId.current(), self._first[self._rank]
         self._words[first + 1] = process.pid
         self._words[first + 2] = process.started
         self._words[first] = ATTACHED
 
     def leave(self, state: int) -> None:
-        """Mark this rank as no longer responding (`CLOSED` or `FAILED`). The first state set stays."""
+        """Publish that this rank no longer responds: `state` is `CLOSED` or `FAILED`. Only the first call after `enter` has an
+        effect."""
         if self._words[self._first[self._rank]] == ATTACHED:
             self._words[self._first[self._rank]] = state
 
     def process(self, rank: int) -> ProcessId:
-        """Return the process of an attached rank."""
+        """Return the process of group rank `rank`, which must have attached."""
         first = self._first[rank]
         return ProcessId(pid_space(), self._words[first + 1], self._words[first + 2])
 
     def absent(self) -> list[int]:
-        """Return the ranks that have not attached yet."""
+        """Return the group ranks that have not attached yet, ascending."""
         return [rank for rank, first in enumerate(self._first) if self._words[first] == ABSENT]
 
     def lost(self, rank: int) -> str | None:
-        """Return why an attached rank will not respond any more, or None if it may."""
+        """Return why group rank `rank` will not respond any more (it has died, failed or closed the group), as a text that
+        names it; None if it may respond, or has not attached yet."""
         state = self._words[self._first[rank]]
         if state == ABSENT:
             return None
@@ -61,17 +63,18 @@ class SegmentMembers:
         return {CLOSED: f"rank {rank} has closed the group", FAILED: f"rank {rank} has failed"}.get(state)
 
     def all_lost(self) -> list[str]:
-        """Return the reason for each rank that will not respond any more."""
+        """Return a text as that of `lost` for each rank that will not respond any more, in rank order."""
         return [why for rank in range(len(self._first)) if (why := self.lost(rank))]
 
 
 def attach(
     name: str, rank: int, geometry: Geometry, title: str, timeout_s: float
 ) -> tuple[mmap.mmap, memoryview, SegmentMembers]:
-    """Map the segment of group `name`, and wait until all ranks have mapped it.
+    """Map the shared memory of the group `name` as its rank `rank`, and wait until all ranks have mapped it. Rank 0 creates it.
 
-    Returns its memory, the same memory as 64-bit words, and its members. Raises `GroupError` naming the ranks that did not
-    attach in time, or the one that died meanwhile.
+    `geometry` must be equal on all ranks; `title` begins the error messages. Returns the memory, the same memory as 64-bit
+    words, and its members. Raises `GroupError` if not all ranks attach within `timeout_s` (naming them), one dies meanwhile, or
+    the segment cannot be created or mapped (`create`, `map_existing`).
     """
     began = time.monotonic()
     if rank == 0:

@@ -46,39 +46,42 @@ class Geometry:
     ring_bytes: int
 
     def rank_block(self, rank: int) -> int:
-        """Return the offset of a rank's flags and process: one cache line for the flag that peers poll, the next for the
-        rest."""
+        """Return the byte offset of a rank's flags and process: one cache line for the counter that peers poll, the next for
+        the rest."""
         return _PAGE_BYTES + rank * _RANK_BYTES
 
     def pair_block(self, source: int, to: int) -> int:
-        """Return the offset of a mailbox's counters (sent and taken, a cache line each), which its records follow."""
+        """Return the byte offset of the counters of the mailbox from rank `source` to rank `to` (sent and taken, a cache line
+        each), which its records follow."""
         return self.rank_block(self.size) + (source * self.size + to) * (_PAIR_COUNTER_BYTES + RECORDS * RECORD_BYTES)
 
     def slot_header(self, rank: int, parity: int) -> int:
-        """Return the offset of the description of a rank's slot."""
+        """Return the byte offset of the description of a rank's slot of the even (`parity` 0) or odd (1) steps."""
         return self.pair_block(self.size, 0) + (2 * rank + parity) * _SLOT_HEADER_BYTES
 
     def slot(self, rank: int, parity: int) -> int:
-        """Return the offset of a rank's data of the even or the odd steps."""
+        """Return the byte offset of a rank's slot of `slot_bytes` data bytes for the even (`parity` 0) or odd (1) steps."""
         first = _round_up(self.slot_header(self.size, 0), _PAGE_BYTES)
         return first + (2 * rank + parity) * self.slot_bytes
 
     def ring(self, source: int, to: int) -> int:
-        """Return the offset of the data of a mailbox."""
+        """Return the byte offset of the ring of `ring_bytes` data bytes of the mailbox from rank `source` to rank `to`, another
+        one."""
         before = source * (self.size - 1) + (to if to < source else to - 1)
         return self.slot(self.size, 0) + before * self.ring_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file, in bytes."""
+        """Size of the group's shared-memory file, in bytes."""
         return self.slot(self.size, 0) + self.size * (self.size - 1) * self.ring_bytes
 
 
 def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
-    """Create the file of the group `name`, filled with zeros, with its memory reserved. It appears under its name complete or
-    not at all.
+    """Create the file of the group `name`, filled with zeros, with its memory reserved, after removing files of dead creators.
+    It appears under its name complete or not at all. Returns its path and its mapped memory.
 
-    Raises `GroupError` if there is not enough memory: touching it later would end the process with SIGBUS.
+    Raises `GroupError` if there is not enough memory (touching it later would end the process with SIGBUS), if this process is
+    already creating a group of that name, or if the name is not 1 to 120 letters, digits, dots and underscores.
     """
     sweep()
     path = DIRECTORY / f"{PREFIX}-{_checked(name)}-{ProcessId.current()}"
@@ -103,7 +106,8 @@ def create(name: str, geometry: Geometry) -> tuple[Path, mmap.mmap]:
 
 
 def find(name: str) -> Path | None:
-    """Return the file of the group `name` whose creator is still running, or None."""
+    """Return the file of the group `name` whose creator is still running on this host, or None. Raises `GroupError` if the name
+    is not 1 to 120 letters, digits, dots and underscores."""
     for path, process in _files(_checked(name)):
         if not path.name.endswith(_UNFINISHED) and process.space == pid_space() and not process.has_ended():
             return path
@@ -111,7 +115,8 @@ def find(name: str) -> Path | None:
 
 
 def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
-    """Map a file found by `find`. Raises `GroupError` if another user owns it, or if its size is not the expected one."""
+    """Map the file `path` found by `find`, and return its memory. Raises `GroupError` if another user owns it, or if its size
+    is not that of `geometry`, and `FileNotFoundError` if it has been removed meanwhile."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         status = os.fstat(file)
@@ -126,12 +131,13 @@ def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
 
 
 def maker(path: Path) -> ProcessId:
-    """Return the process that created a file, from its name. Raises `ValueError` if the name has another form."""
+    """Return the process that created the group file `path`, from its name. Raises `ValueError` if the name does not end with a
+    process."""
     return ProcessId.parse(path.name.removesuffix(_UNFINISHED).split("-", 2)[2])
 
 
 def sweep() -> None:
-    """Remove files whose creators have ended."""
+    """Remove the group files in /dev/shm whose creators have ended. Files that cannot be removed are left."""
     for path, process in _files("*"):
         if process.has_ended():
             with suppress(OSError):

@@ -68,11 +68,13 @@ class SharedMemoryGroup(CountedGroup):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryGroup:
-        """Join the group `name`, and return when every rank has joined.
+        """Join the group `name` as its rank `rank`, and return when every rank has joined. `axis` is used in messages;
+        `timeout_s` limits joining and each later operation.
 
         No other group that is being created on this host may have the same name: include the engine and its generation.
-        `slot_bytes` (a multiple of 4096) must be equal on all ranks. Raises `GroupError` naming the ranks that did not join in
-        time.
+        `slot_bytes`, the size of the buffer of one rank, must be equal on all ranks. Raises `GroupError` if a rank does not
+        join in time or dies (naming it), if this machine lacks support (`shared_memory_works`), /dev/shm is too small or the
+        name is malformed, there are more than 63 ranks, or `slot_bytes` is not a multiple of 4096 of at least 64 a rank.
         """
         if not shared_memory_works():
             raise GroupError(f"shared memory between ranks needs Linux on x86-64, not {platform.machine()}; use gloo")
@@ -84,11 +86,8 @@ class SharedMemoryGroup(CountedGroup):
         return cls(name, rank, size, axis, timeout_s, slot_bytes)
 
     def close(self) -> None:
-        """Leave the group and unmap its memory: peers that wait for this rank raise `GroupError`.
-
-        Messages in the rings can still be received afterwards. A message too large for its ring exists in this process only, so
-        closing waits for its receiver, at most 5 s.
-        """
+        """See `Group.close`. Messages in the rings can still be received afterwards. A message too large for its ring exists in
+        this process only, so closing waits for its receiver, at most 5 s or the group's timeout."""
         try:
             for to, outbox in self._outboxes.items():
                 outbox.drain(self._look_at(to, min(self.timeout_s, _DRAIN_S)))

@@ -57,13 +57,14 @@ class SlotExchange:
         ]
 
     def begin(self) -> list[Slot]:
-        """Start the next step and return the slots of all ranks. Write this rank's slot, call `finish`, then read the
-        others."""
+        """Start the next step and return the slots of all ranks, in rank order. Write this rank's slot, call `finish`, then
+        read the others."""
         self._step += 1
         return self._slots[self._step & 1]
 
     def begin_shaped(self, like: Tensor) -> list[Tensor]:
-        """Start the next step as `begin` does, and return the start of every slot as a tensor like `like`.
+        """Start the next step as `begin` does, and return the start of every rank's slot as a tensor with the shape and dtype
+        of `like`, which must fit in a slot.
 
         The views are cached, because shapes recur.
         """
@@ -77,9 +78,10 @@ class SlotExchange:
         return self._shaped[key][self._step & 1]
 
     def finish(self, operation: str, dtype: torch.dtype, count: int) -> None:
-        """Publish this rank's slot and wait for the others. All ranks must call it with the same arguments.
+        """Publish this rank's slot and wait for those of the others. All ranks must call it with the same `operation` (one of
+        `OPERATIONS`), `dtype` and element `count`.
 
-        Raises `GaveUpError` if a rank has died or left, is late, or calls another operation.
+        Raises `GaveUpError` if a rank has died or left, does not come within the timeout, or calls it with other arguments.
         """
         words, step = self._words, self._step
         headers = self._headers[step & 1]
@@ -93,13 +95,15 @@ class SlotExchange:
                 raise GaveUpError(f"rank {peer} is in {_describe(words[headers[peer]])}, this rank in {_describe(signature)}")
 
     def publish_splits(self, splits: Sequence[int]) -> None:
-        """Publish the number of rows that this rank sends to each rank. Call it between `begin` and `finish`."""
+        """Publish `splits`, the number of rows that this rank sends to each rank, in rank order. Call it between `begin` and
+        `finish`."""
         first = self._headers[self._step & 1][self._rank] + 1
         for index, rows in enumerate(splits):
             self._words[first + index] = rows
 
     def splits(self) -> list[list[int]]:
-        """Return what each rank published, in rank order. Call it after `finish`."""
+        """Return the splits that each rank has published in this step (`publish_splits`), in rank order. Call it after
+        `finish`."""
         size = len(self._counters)
         return [self._words[first + 1 : first + 1 + size].tolist() for first in self._headers[self._step & 1]]
 

@@ -24,10 +24,10 @@ class GaveUpError(Exception):
 
 
 def wait_for(words: memoryview, cell: int, target: int, look_round: LookRound) -> None:
-    """Wait until ``words[cell] >= target``.
+    """Wait until ``words[cell] >= target``; `words` is shared memory, and another process increases the counter.
 
-    `look_round` is called every 50 ms. Raises `GaveUpError` with the reason it returns, unless the counter has reached the
-    target after all.
+    `look_round` is called about every 50 ms with the seconds waited so far. If it returns a reason, raises `GaveUpError` with
+    it, unless the counter has reached the target after all; None continues the wait.
     """
     for _ in range(_SPINS):
         if words[cell] >= target:

@@ -24,7 +24,8 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: Batch, cache: KVCache) -> Any:
-        """Return the plan of a step, which all layers of the cache share. Only this backend reads it."""
+        """Return this backend's plan of the step `batch` (slots, block tables, lengths), which is passed to `attend` in every
+        layer of `cache`, the pages of one attention kind. Only this backend reads it."""
 
     def attend(
         self,
@@ -35,18 +36,21 @@ class AttentionBackend(Protocol):
         plan: Any,
         params: AttentionParams,
     ) -> Tensor:
-        """Write `k` and `v` [tokens, kv_heads, dim] to the cache, then attend from `q` [tokens, q_heads, dim of k].
+        """Write `k` and `v` [tokens, kv_heads, dim] to the cache at the slots of `plan`, then attend causally from `q` [tokens,
+        q_heads, dim of k].
 
-        Returns [tokens, q_heads, dim of v]; v may have fewer dimensions than k. `params` are the constants of the layer.
+        Returns [tokens, q_heads, dim of v]; v may have fewer dimensions than k. `plan` is what `prepare` returned for this step
+        and `cache`; `params` are the constants of the layer. Under context parallelism it is a collective of the cp and dcp
+        groups.
         """
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Add attention sinks to the output of attention.
+    """Return the output of attention with attention sinks: in the dtype of `out`, as if each head had one more key, with its
+    sink as score and the value 0.
 
-    `out` [..., dim] and its log-sum-exp `lse` [...] cover all keys; `sinks` is one score a head. Returns, in the dtype of
-    `out`, the output as if each head had one more key, with this score and the value 0. The sink adds ``exp(sink)`` to the
-    denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is ``out * sigmoid(lse - sink)``. Call it once, after
-    partial outputs have been merged.
+    `out` [..., dim] and its log-sum-exp `lse` [...] cover all keys; `sinks`, one score a head, broadcasts to `lse`. The sink
+    adds ``exp(sink)`` to the denominator: ``out * exp(lse) / (exp(lse) + exp(sink))``, which is ``out * sigmoid(lse - sink)``.
+    Call it once, after partial outputs have been merged.
     """
     return (out * (lse - sinks).sigmoid().unsqueeze(-1)).to(out.dtype)

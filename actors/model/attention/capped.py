@@ -18,10 +18,11 @@ _MOST_SCORES = 1 << 22
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [batch, q_heads, queries, dim] and its LSE [batch, q_heads, queries] fp32.
+    """Compute attention with scores bounded to ``cap * tanh(score / cap)``. Returns the output [batch, q_heads, queries, dim]
+    and its LSE [batch, q_heads, queries] fp32.
 
-    Rows that see no key have output 0 and LSE -inf. The arguments are those of `actors.model.attention.cpu.flash.flash`, which
-    has checked them. With `causal`, there are as many queries as keys.
+    Rows that see no key have output 0 and LSE -inf. The other arguments are those of `actors.model.attention.cpu.flash.flash`,
+    which has checked them; v has the shape of k. With `causal`, there are as many queries as keys.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]

@@ -18,6 +18,7 @@ class DecodeRow:
 
 
 def decode_row(token: int, table: list[int], first: int, stop: int, block_size: int) -> DecodeRow:
-    """Return the row that sees the tokens ``[first, stop)`` of a sequence whose block table is `table`."""
+    """Return the decode row of the query `token` (its index in the step), which sees the tokens ``[first, stop)`` of a sequence
+    with the block table `table` and blocks of `block_size` tokens. Blocks without visible tokens are dropped."""
     skipped = first // block_size
     return DecodeRow(token, table[skipped : -(-stop // block_size)], first - skipped * block_size, stop - skipped * block_size)

@@ -24,9 +24,11 @@ def eager_attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention as `actors.model.attention.cpu.flash.flash_with_lse` does.
+    """Compute attention with matrix products, on any device. The arguments are those of
+    `actors.model.attention.cpu.flash.flash`, but are not checked, and there must be at least one query.
 
-    Returns the output and its LSE [batch, q_heads, queries] fp32.
+    Returns the output [batch, q_heads, queries, dim of v] in q's dtype, and its LSE [batch, q_heads, queries] fp32; -inf for
+    rows that see no key, whose output is 0.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the output and LSE over the keys of all parts together.
+    """Return the attention output and LSE over the keys of all `parts` together, in the dtype of the first output and fp32.
 
-    Each part is (output [..., queries, dim], LSE [..., queries] fp32, natural log). A part that saw no key has LSE -inf and no
-    weight, even if its output is NaN. If no part saw a key, the output is 0 and the LSE -inf.
+    Each part is (output [..., queries, dim], LSE [..., queries] fp32, natural log), over keys that no other part has. A part
+    that saw no key has LSE -inf and no weight, even if its output is NaN. If no part saw a key, the output is 0 and the LSE
+    -inf.
     """
     outputs, lses = zip(*parts, strict=True)
     lse = torch.stack(lses)

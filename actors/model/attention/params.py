@@ -29,5 +29,6 @@ class AttentionParams:
 
     @classmethod
     def of(cls, spec: ModelSpec, layer: int, sinks: Tensor | None = None) -> AttentionParams:
-        """Return the constants of layer `layer` of a model; `sinks` are those of this rank's heads."""
+        """Return the attention constants of the layer `layer` (numbered in the whole model) of `spec`; `sinks` [q_heads] are
+        the sink scores of this rank's heads, None if the model has none."""
         return cls(layer, spec.scores_scale, spec.windows[layer], spec.attention_softcap, sinks)

@@ -24,24 +24,25 @@ class OutputAccumulator:
         """[heads, tokens] fp32; -inf where no key was seen."""
 
     def add(self, tokens: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-        """Add the attention of `tokens` to further keys: `out` [heads, tokens, dim], `lse` [heads, tokens]."""
+        """Merge into the tokens `tokens` their attention to further keys: `out` [heads, tokens, dim], and its log-sum-exp `lse`
+        [heads, tokens] fp32."""
         part = (out.to(torch.float32), lse)
         self.out[:, tokens], self.lse[:, tokens] = merge(((self.out[:, tokens], self.lse[:, tokens]), part))
 
 
 def pack(out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Pack output [..., dim] and LSE [...] fp32 into one tensor [..., dim + 4 / element size] of `dtype`; the LSE stays
+    """Return output [..., dim] and LSE [...] fp32 as one tensor [..., dim + 4 / element size] of `dtype`; the LSE stays
     exact."""
     return torch.cat((out.to(dtype), lse.unsqueeze(-1).contiguous().view(dtype)), -1)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output [..., dim] and LSE [...] fp32 of a packed tensor: the inverse of `pack`."""
+    """Return the output [..., dim] and LSE [...] fp32 of `packed`, a tensor that `pack` returned."""
     lse_elements = 4 // packed.itemsize
     return packed[..., :-lse_elements], packed[..., -lse_elements:].contiguous().view(torch.float32).squeeze(-1)
 
 
 def merge_packed(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the packed parts ``packed[0], packed[1], ...``. Returns output and LSE, both fp32."""
+    """Return the output and LSE over the keys of all the parts ``packed[0], packed[1], ...`` (`pack`) together, both fp32."""
     outs, lses = unpack(packed)
     return merge([(out.to(torch.float32), lse) for out, lse in zip(outs, lses, strict=True)])

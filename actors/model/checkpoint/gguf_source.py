@@ -41,7 +41,7 @@ class GgufSource:
         self._norm_offset = spec.norm_offset if known.gemma else 0.0
 
     def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
-        """See `TensorSource.fill`."""
+        """See `TensorSource.fill`. Values are dequantised, and `take` must not have a step."""
         info = self._infos[self.directory.tensors[name].stored_name]
         blocks = self._rows(info)
         if slot is not None:

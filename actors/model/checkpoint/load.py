@@ -28,10 +28,12 @@ def load(
     source: TensorSource,
     progress: LoadProgress | None = None,
 ) -> None:
-    """Fill the parameters of the rank that holds `own` in place, cast to the dtype of each parameter. Padding rows become zero.
+    """Fill the parameters of the rank that holds `own` in place from `source`, cast to the dtype of each parameter. Padding
+    rows become zero. `progress` is called with (bytes filled, bytes in all) after each parameter.
 
     `decoder_parameters` are the tensors to fill, on any device, by the names of `placement.ownership.shards.parameters`. Raises
-    `ModelError` if the model, the shard table and the checkpoint disagree on a name or a shape.
+    `ModelError`, before anything is filled, if the model, the shard table and the checkpoint disagree on a name or a shape, or
+    a parameter is on the meta device.
     """
     table = list(parameters(spec, own))
     _check_parameters(decoder_parameters, table)
@@ -58,7 +60,7 @@ def _fill(target: Tensor, parameter: Parameter, source: TensorSource) -> None:
 
 
 def landing(target: Tensor, weight_slice: WeightSlice) -> Tensor:
-    """Return the view of a parameter that a slice fills, in the slice's shape."""
+    """Return the view of the parameter `target` that `weight_slice` fills, in the slice's shape."""
     matrix = target if weight_slice.slot is None else target[weight_slice.slot]
     matrix = matrix.transpose(0, 1) if weight_slice.transposed else matrix
     return matrix.narrow(weight_slice.dim, weight_slice.at, len(weight_slice.take))

@@ -12,7 +12,8 @@ from placement.model.spec import ModelSpec
 
 
 def open_source(path: str | Path, spec: ModelSpec) -> TensorSource:
-    """Open a Hugging Face folder, a ``.safetensors`` file or a ``.gguf`` file.
+    """Return an open source of the tensors of a Hugging Face folder, a ``.safetensors`` file or a ``.gguf`` file of the model
+    `spec`. Only headers are read. The caller closes it.
 
     Raises `ModelError` if the file does not exist, has another format, or is damaged.
     """

@@ -19,12 +19,13 @@ class TensorSource(Protocol):
     directory: TensorDirectory
 
     def fill(self, name: str, dim: int, take: range, target: Tensor, slot: int | None = None) -> None:
-        """Write ``tensor.narrow(dim, take.start, len(take))`` into `target`: same shape, not empty, any float dtype, any
-        device.
+        """Write ``tensor.narrow(dim, take.start, len(take))`` of the tensor `name`, a key of ``directory.tensors`` (`KeyError`
+        otherwise), into `target`: same shape, not empty, any float dtype, any device.
 
-        If `take` has a step, only every step-th element along `dim` is read. With `slot`, the tensor is ``tensor[slot]``. Only
-        the slice is read, and at most a small chunk of it is in memory besides `target`.
+        If `take` has a step, only every step-th element along `dim` is read. With `slot`, the tensor is ``tensor[slot]``, for
+        tensors that stack one matrix per expert. Only the slice is read, and at most a small chunk of it is in memory besides
+        `target`.
         """
 
     def close(self) -> None:
-        """Unmap the files. A second call has no effect."""
+        """Unmap the files; `fill` must not be called again. A second call has no effect."""

@@ -19,8 +19,8 @@ _ALIGNMENT = 16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return ``x[i] @ weight[e].T``, where e is the expert of row i, for `x` [rows, inputs] and `weight` [experts, outputs,
-    inputs].
+    """Return ``x[i] @ weight[e].T`` [rows, outputs], where e is the expert of row i, for `x` [rows, inputs], sorted by expert,
+    and `weight` [experts, outputs, inputs].
 
     `ends` [experts] (int64) holds one past the last row of each expert.
     """

@@ -19,7 +19,8 @@ _HAS_BFLOAT16 = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias`` for `x` [rows, inputs] and `weight` [outputs, inputs]."""
+    """Return ``x @ weight.T + bias`` [rows, outputs] for `x` [rows, inputs], `weight` [outputs, inputs] and `bias` [outputs],
+    all of one dtype."""
     if x.device.type == "cpu" and x.dtype is torch.float32:
         return _padded_linear(x, weight, bias)
     if x.device.type == "cpu" and x.dtype is torch.bfloat16 and x.shape[0] > 0:
@@ -28,7 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """Return ``x[h] @ weights[h]`` for each head h, for `x` [heads, rows, inputs] and `weights` [heads, inputs, outputs]."""
+    """Return ``x[h] @ weights[h]`` for each head h, [heads, rows, outputs], for `x` [heads, rows, inputs] and `weights` [heads,
+    inputs, outputs]."""
     rows = x.shape[1]
     if x.device.type == "cpu" and x.dtype is torch.float32 and rows % _ROW_MULTIPLE:
         return torch.matmul(F.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE)), weights)[:, :rows]  # as in `_padded_linear`

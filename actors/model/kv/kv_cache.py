@@ -41,6 +41,7 @@ class _Pages(NamedTuple):
 
     @classmethod
     def of(cls, stores: Sequence[Tensor]) -> _Pages:
+        """Return the views of the tensors `stores` of one layer, [planes, kv_heads, num_blocks, block_size, dim] each."""
         runs = (plane.flatten(1, 2) for store in stores for plane in store)
         return cls(tuple(stores), tuple(runs), tuple(store.flatten(3).flatten(0, 2) for store in stores))
 
@@ -94,7 +95,8 @@ class KVCache:
         device: torch.device | str = "cpu",
         index: int = 0,
     ) -> KVCache:
-        """Allocate the pages of the rank that holds `own`, for its layers of kind `index`."""
+        """Return newly allocated pages, zeros, of the rank that holds `own`, for its layers of the attention kind `index` of
+        ``spec.kinds``: `num_blocks` blocks of `block_size` tokens."""
         kind, kv_heads = spec.kinds[index], own.heads[index][1]
         layers = [layer for layer in own.layers if spec.kind_of(layer) == index]
         sizes = (layers, len(kv_heads), num_blocks, block_size, kind.key_dim)
@@ -102,18 +104,19 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all pages, in bytes."""
+        """Memory of the pages of all layers of this cache, in bytes."""
         return sum(store.nbytes for pages in self._layers.values() for store in pages.stores)
 
     @property
     def parts(self) -> Mapping[int, KVCache]:
-        """This cache by its kind, in the form of `KVCaches.parts`."""
+        """This cache by its attention kind, in the form of `KVCaches.parts`."""
         return {self.kind: self}
 
     def pages(self, layer: int) -> Tensor:
-        """Return K and V of a layer: [planes, kv_heads, num_blocks, block_size, head_dim], contiguous.
+        """Return K and V of a layer: [planes, kv_heads, num_blocks, block_size, head_dim], contiguous; no copy.
 
-        Raises `ValueError` if they differ in size: `keys` and `values` are then two tensors.
+        Raises `ValueError` if they differ in size: `keys` and `values` are then two tensors. `KeyError` if the cache lacks the
+        layer.
         """
         if len(self.stores) > 1:
             raise ValueError(
@@ -122,37 +125,45 @@ class KVCache:
         return self._layers[layer].stores[0]
 
     def keys(self, layer: int) -> Tensor:
-        """Return the keys of a layer, [kv_heads, num_blocks, block_size, head_dim], contiguous; so is every head."""
+        """Return the keys of a layer (numbered in the whole model), [kv_heads, num_blocks, block_size, head_dim], contiguous;
+        so is every head. No copy."""
         return self._layers[layer].stores[0][0]
 
     def values(self, layer: int) -> Tensor:
-        """Return the values of a layer, [kv_heads, num_blocks, block_size, value_dim], contiguous; so is every head."""
+        """Return the values of a layer (numbered in the whole model), [kv_heads, num_blocks, block_size, value_dim],
+        contiguous; so is every head. No copy. For latents these are the keys."""
         return self._layers[layer].stores[-1][-1]
 
     def runs(self, layer: int) -> Tensor:
-        """Return K and V by slot, [planes, kv_heads, num_blocks * block_size, head_dim]. Raises `ValueError` like `pages`."""
+        """Return K and V of a layer by slot (block * block_size + offset), [planes, kv_heads, num_blocks * block_size,
+        head_dim]; no copy. Raises `ValueError` if they differ in size."""
         return self.pages(layer).flatten(2, 3)
 
     def plane_runs(self, layer: int) -> tuple[Tensor, ...]:
-        """Return K and V by slot as separate planes, each of its own size: [kv_heads, num_blocks * block_size, dim]."""
+        """Return K and V of a layer by slot (block * block_size + offset) as separate tensors, each [kv_heads, num_blocks *
+        block_size, its dim]; one tensor for latents. No copy."""
         return self._layers[layer].runs
 
     def flat_pages(self, layer: int) -> tuple[Tensor, ...]:
-        """Return each of `stores` with one page a row, [planes * kv_heads * num_blocks, block_size * dim] (see `page_rows`)."""
+        """Return each tensor of a layer (as in `stores`) with one page of one head a row, [planes * kv_heads * num_blocks,
+        block_size * dim]; no copy. `page_rows` finds rows."""
         return self._layers[layer].rows
 
     def page_rows(self, block_tables: Tensor) -> Tensor:
-        """Return the rows of `flat_pages` with the blocks [rows, blocks] of every head: [planes * rows * kv_heads * blocks]."""
+        """Return the rows of `flat_pages` that hold `block_tables` [sequences, blocks] for every plane and head: int64 [planes
+        * sequences * kv_heads * blocks], in this order."""
         planes = self.stores[0][0]
         firsts = torch.arange(planes * self.kv_heads, device=block_tables.device) * self.num_blocks
         return (firsts.view(planes, 1, self.kv_heads, 1) + block_tables[None, :, None, :]).reshape(-1)
 
     def paged_views(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V in the layout of flash-attention kernels: [num_blocks, block_size, kv_heads, dim], strided views."""
+        """Return K and V of a layer in the layout of flash-attention kernels: [num_blocks, block_size, kv_heads, dim], strided
+        views."""
         return self.keys(layer).permute(1, 2, 0, 3), self.values(layer).permute(1, 2, 0, 3)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store `k` and `v` [tokens, kv_heads, head_dim] at `slots` [tokens] (slot = block * block_size + offset).
+        """Store `k` and `v` [tokens, kv_heads, dim of each] in the layer `layer` at `slots` [tokens] int64 (slot = block *
+        block_size + offset).
 
         A cache of latents stores `k` and ignores `v`.
         """
@@ -160,10 +171,11 @@ class KVCache:
             plane.index_copy_(1, slots, x.transpose(0, 1))
 
     def write_kv(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store keys and values in the form that `joined` returns."""
+        """Store `kv` [tokens, kv_heads, ...], keys and values in the form that `joined` returns, in the layer `layer` at
+        `slots` [tokens] int64."""
         self.write(layer, slots, kv[..., : self.head_dim], kv[..., -self.value_dim :])
 
     def joined(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Join keys and values, each [..., dim], into one tensor [..., key and value]. For latents, return the keys: they are
-        both."""
+        """Return keys and values, each [..., its dim], as one tensor [..., key and value]. For latents, return the keys: they
+        are both."""
         return keys if self.planes == 1 else torch.cat((keys, values), -1)

@@ -35,11 +35,12 @@ class KVCaches:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> KVCaches:
-        """Allocate the caches of the rank that holds `own`."""
+        """Return newly allocated caches, zeros, of the rank that holds `own`, one for each attention kind in its stage:
+        `num_blocks` blocks of `block_size` tokens each."""
         kinds = dict.fromkeys(spec.kind_of(layer) for layer in own.layers)
         return cls({kind: KVCache.of(spec, own, num_blocks, block_size, dtype, device, kind) for kind in kinds})
 
     @property
     def nbytes(self) -> int:
-        """Memory of all pages, in bytes."""
+        """Memory of the pages of all kinds, in bytes."""
         return sum(part.nbytes for part in self.parts.values())

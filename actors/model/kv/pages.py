@@ -23,7 +23,7 @@ class Run:
     length: int
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V, each [1, kv_heads, length, its dim]."""
+        """Return K and V of the run in the layer `layer`, each [1, kv_heads, length, its dim], as views of the cache."""
         runs = cache.plane_runs(layer)
         keys, values = (run.narrow(1, self.start, self.length).unsqueeze(0) for run in (runs[0], runs[-1]))
         return keys, values
@@ -51,7 +51,8 @@ class Gather:
         self._found = (tokens[0][0, :, :, first:stop], tokens[-1][-1, :, :, first:stop])
 
     def read(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V, each [sequences, kv_heads, stop - first, its dim]."""
+        """Return K and V of the tokens in the layer `layer`, each [sequences, kv_heads, stop - first, its dim]. The next `read`
+        overwrites them."""
         for stored, pages in zip(cache.flat_pages(layer), self._pages, strict=True):
             torch.index_select(stored, 0, self.rows, out=pages)
         return self._found
@@ -61,7 +62,8 @@ Source = Run | Gather
 
 
 def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Source:
-    """Return how to read the tokens ``[first, stop)`` of one sequence, where ``first < stop``."""
+    """Return the way to read the tokens ``[first, stop)`` of one sequence from `cache`, where ``first < stop``: a view (`Run`)
+    if their blocks are consecutive, else a copy (`Gather`). `block_table` are the sequence's blocks."""
     size = cache.block_size
     blocks = block_table[first // size : -(-stop // size)]
     skip = first % size
@@ -71,5 +73,5 @@ def source(cache: KVCache, block_table: list[int], first: int, stop: int) -> Sou
 
 
 def consecutive(blocks: list[int]) -> bool:
-    """Whether the blocks are adjacent in memory."""
+    """Whether each block number is one more than the one before, so that the blocks are adjacent in memory."""
     return all(after == before + 1 for before, after in pairwise(blocks))

@@ -18,13 +18,15 @@ class LatentBackend(Protocol):
     name: str
 
     def prepare(self, batch: Batch, cache: KVCache) -> Any:
-        """Return the plan of a step, which all its layers share. Only this backend reads it."""
+        """Return this backend's plan of the step `batch`, which is passed to `attend` in every layer. Only this backend reads
+        it."""
 
     def attend(
         self, q: Tensor, latents: Tensor, heads: LatentHeads, cache: KVCache, plan: Any, params: AttentionParams
     ) -> Tensor:
-        """Write `latents` [tokens, latent_dim] to the cache, then attend from `q` [tokens, heads, query_dim].
+        """Write `latents` [tokens, latent_dim] to the cache at the slots of `plan`, then attend causally from `q` [tokens,
+        heads, query_dim]; `heads` expands latents to this rank's heads.
 
-        Returns [tokens, heads, value_dim]. Models with latents have no windows, caps or sinks, so only the layer and the scale
-        of `params` are used.
+        Returns [tokens, heads, value_dim]. `plan` is what `prepare` returned for this step. Models with latents have no
+        windows, caps or sinks, so only the layer and the scale of `params` are used.
         """

@@ -17,8 +17,8 @@ from placement.model.mla_spec import MLASpec
 def latent_attention(
     mla: MLASpec, table: Mapping[str, nn.Parameter], at: str, params: AttentionParams, rope: int, backend: LatentBackend
 ) -> LatentAttention:
-    """Return the attention of the layer whose weights have the prefix `at` in `table`; `rope` is its index among the step's
-    rotations."""
+    """Return the latent attention (MLA) of the layer whose weights have the prefix `at` in `table`, the parameters by name
+    (`KeyError` if one is missing); `rope` is the layer's index among the step's rotations."""
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(table[f"{at}.{name}.weight"], mla.norm_eps)

@@ -17,7 +17,7 @@ class Naive:
 
     @property
     def partial_dim(self) -> int:
-        """Size of a value."""
+        """See `AttentionForm.partial_dim`. The size of a value."""
         return self.heads.mla.value_dim
 
     def queries(self, q: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Naive:
         return q
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """See `AttentionForm.keys_values`."""
+        """See `AttentionForm.keys_values`. Each head gets its own keys and values."""
         return self.heads.expand(kv[:, 0])
 
     def partial_outputs(self, out: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Absorbed:
 
     @property
     def partial_dim(self) -> int:
-        """Size of a weighted sum of latents, without the shared key."""
+        """See `AttentionForm.partial_dim`. The size of a weighted sum of latents, without the shared key."""
         return self.heads.mla.kv_lora_rank
 
     def queries(self, q: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Absorbed:
         return self.heads.absorb(q)
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """See `AttentionForm.keys_values`."""
+        """See `AttentionForm.keys_values`. Both are the latents, one head for all."""
         latents = kv.transpose(0, 1).unsqueeze(0)
         return latents, latents
 

@@ -23,7 +23,8 @@ class LatentHeads(nn.Module):
         self.num_heads = weight.shape[0] // (mla.nope_dim + mla.value_dim)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of `latents` [tokens, latent_dim], each [1, heads, tokens, query_dim].
+        """Return the keys and values of this rank's heads for `latents` [tokens, latent_dim], each [1, heads, tokens,
+        query_dim].
 
         Values are padded with zeros after their value_dim, because kernels need keys and values of one size.
         """
@@ -36,7 +37,7 @@ class LatentHeads(nn.Module):
         return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Return queries as long as a latent, from `q` [tokens, heads, query_dim].
+        """Return queries as long as a latent, [tokens, heads, latent_dim], from `q` [tokens, heads, query_dim].
 
         Their products with latents equal the products of `q` with the expanded keys.
         """
@@ -45,7 +46,8 @@ class LatentHeads(nn.Module):
         return torch.cat((longer, rope), -1)
 
     def lift(self, sums: Tensor) -> Tensor:
-        """Convert weighted sums of latents [heads, tokens, kv_lora_rank] to sums of values [heads, tokens, value_dim]."""
+        """Return sums of values [heads, tokens, value_dim] from weighted `sums` of latents without shared key [heads, tokens,
+        kv_lora_rank]."""
         return linear_by_head(sums, self._by_head()[:, self.mla.nope_dim :].mT)
 
     def _by_head(self) -> Tensor:

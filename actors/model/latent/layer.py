@@ -41,7 +41,8 @@ class LatentAttention(nn.Module):
         self.params, self._rope, self._backend = params, rope, backend
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden]."""
+        """Return the attention output of the hidden states `x`, and write the step's latents to the cache of `step`. `x` and
+        the result are this rank's part of [tokens, hidden] (`Region`). A collective of the tp group."""
         mla = self.kv_b.mla
         first = self.qkv_a(x, step.region)
         queries, latent, shared = first.tensor_split((-mla.latent_dim, -mla.rope_dim), -1)

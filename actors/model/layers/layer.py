@@ -38,7 +38,8 @@ class Layer(nn.Module):
         self.post_norm, self.mlp, self.mlp_out_norm = post_norm, mlp, mlp_out_norm
 
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
-        """Return the hidden states after this layer."""
+        """Return the hidden states after this layer. `hidden` and the result are this rank's part of [tokens, hidden]
+        (`Region`). Writes the step's keys and values to the cache of `step`. A collective of the tp group."""
         hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
         return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step))  # type: ignore[no-any-return]
 
@@ -65,7 +66,8 @@ class GroupedAttention(nn.Module):
         self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Return the attention of the hidden states. `x` and the result are this rank's part of [tokens, hidden]."""
+        """Return the attention output of the hidden states `x`, and write the step's keys and values to the cache of `step`.
+        `x` and the result are this rank's part of [tokens, hidden] (`Region`). A collective of the tp group."""
         projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
         qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
         qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))

@@ -29,7 +29,8 @@ class ColumnParallel(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
-        """Return this rank's outputs for all tokens."""
+        """Return this rank's outputs for all tokens, [tokens, own outputs], from its part `x` of [tokens, inputs] in `region`,
+        which is gathered first."""
         return linear(region.gather(x), self.weight, self.bias)
 
 
@@ -45,7 +46,8 @@ class RowParallel(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor, region: Region) -> Tensor:
-        """Return this rank's part, in the region, of the sum over the ranks."""
+        """Return this rank's part in `region` of the outputs summed over the tp ranks, [tokens, outputs], plus the bias, from
+        `x` [tokens, own inputs]."""
         total = region.sum(linear(x, self.weight))
         return total if self.bias is None else total + self.bias
 
@@ -58,7 +60,7 @@ class RMSNorm(nn.Module):
         self.weight, self._eps = weight, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normed over its last dimension."""
+        """Return `x` normed over its last dimension (RMS) and multiplied by the weight: same shape and dtype."""
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
@@ -71,7 +73,7 @@ class OffsetRMSNorm(nn.Module):
         self.weight, self._eps, self._offset = weight, eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normed over its last dimension."""
+        """Return `x` normed over its last dimension (RMS) and multiplied by weight plus offset: same shape and dtype."""
         weight = self.weight.to(torch.float32) + self._offset
         return F.rms_norm(x.to(torch.float32), weight.shape, weight, self._eps).to(x.dtype)
 
@@ -88,7 +90,8 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down, self._activation = gate_up, down, activation
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Run the MLP. `x` and the result are this rank's part of [tokens, hidden] in the region."""
+        """Return the output of the MLP. `x` and the result are this rank's part of [tokens, hidden] in the region of `step`. A
+        collective of the tp group."""
         gate, up = self.gate_up(x, step.region).chunk(2, -1)
         return self.down(self._activation(gate).mul_(up), step.region)  # type: ignore[no-any-return]
 
@@ -101,7 +104,8 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self._vocab = weight, vocab
 
     def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
-        """Return the embeddings. `received` is unused: it is the output of an earlier stage, and the first stage has none."""
+        """Return this rank's part in `region` of the embeddings of `token_ids` [tokens]. A collective of the tp group.
+        `received` is unused: it is the output of an earlier stage, and the first stage has none."""
         own = token_ids - self._vocab.start
         elsewhere = (own < 0) | (own >= len(self._vocab))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
@@ -116,7 +120,7 @@ class ScaledEmbedding(VocabularyEmbedding):
         self._scale = float(torch.tensor(scale, dtype=weight.dtype))
 
     def forward(self, token_ids: Tensor, received: Tensor | None, region: Region) -> Tensor:
-        """See `VocabularyEmbedding.forward`."""
+        """See `VocabularyEmbedding.forward`. The result is multiplied by the scale."""
         return super().forward(token_ids, received, region) * self._scale
 
 
@@ -132,7 +136,7 @@ class VocabularyHead(nn.Module):
         self._real = min(max(vocab_size - vocab.start, 0), len(vocab))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this rank's vocabulary rows."""
+        """Return fp32 logits [rows, own vocabulary] of `hidden` [rows, hidden], after the last norm. Padding ids have -inf."""
         logits = self._shaped(linear(hidden, self.weight).to(torch.float32))
         logits[:, self._real :] = -torch.inf
         return logits
@@ -154,5 +158,5 @@ class CappedHead(VocabularyHead):
 
 
 def softcap(scores: Tensor, cap: float) -> Tensor:
-    """Return ``cap * tanh(scores / cap)``."""
+    """Return ``cap * tanh(scores / cap)``, which bounds `scores` to ``(-cap, cap)``, in new memory."""
     return scores.div(cap).tanh_().mul_(cap)

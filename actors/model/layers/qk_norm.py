@@ -25,14 +25,16 @@ class WidthNorm(nn.Module):
         self.weight, self._eps = weight, eps
 
     def forward(self, heads: Tensor, mean_square: Tensor) -> Tensor:
-        """Return the normed heads. `mean_square` is [tokens] fp32."""
+        """Return `heads` [tokens, heads, head_dim], this rank's, divided by the root of `mean_square` [tokens] fp32 and
+        multiplied by the weight, in their dtype."""
         scale = (mean_square + self._eps).rsqrt()[:, None, None]
         weight = self.weight.to(torch.float32).view(1, *heads.shape[1:])
         return (heads.to(torch.float32) * scale * weight).to(heads.dtype)
 
 
 def mean_squares(q: Tensor, k: Tensor, spec: ModelSpec, own: Shard, group: Group) -> tuple[Tensor, Tensor]:
-    """Return the mean square of all query heads and of all key heads, each [tokens] fp32. A collective of `group`."""
+    """Return the mean square over all query heads and over all key heads of all ranks, each [tokens] fp32, from this rank's `q`
+    and `k` [tokens, heads, head_dim]. A collective of `group`."""
     first_holder = own.q_heads.start == own.kv_heads.start * spec.queries_per_kv
     sums = torch.stack((_sum_of_squares(q), _sum_of_squares(k) * first_holder), -1)
     q_sum, k_sum = group.all_reduce(sums).unbind(-1)

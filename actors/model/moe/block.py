@@ -42,7 +42,8 @@ class MixtureOfExperts(nn.Module):
         self.counters = LoadCounters(len(router.weight), router.weight.device)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """Run the block. `x` and the result are this rank's part of [tokens, hidden] in the region."""
+        """Return the output of the MoE block, with tokens dispatched as the exchange of `step` says. `x` and the result are
+        this rank's part of [tokens, hidden] in the region. A collective of the ranks of the MoE copy."""
         return step.exchange.through(self, x, step.region)
 
     def route(self, x: Tensor, copy_offset: int) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ class MixtureOfExperts(nn.Module):
         return weights, self.expert_map.slots(experts, copy_offset)
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """See `Mixture.run`."""
+        """See `Mixture.run`. Counts the load of each expert, and its time."""
         own = self.expert_map.here(slots)
         tokens = self.experts.tokens(own)
         self.counters.ran(self.expert_map.held, tokens)
@@ -79,7 +80,7 @@ class SharedExpert(nn.Module):
         self.gate_up, self.down, self._gated = gate_up, down, gated
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's partial sums [tokens, hidden] for `x` [tokens, hidden]."""
+        """Return this rank's partial sums [tokens, hidden] for `x` [tokens, hidden]; the caller sums them over tp."""
         gate, up = linear(x, self.gate_up).chunk(2, -1)
         return linear(self._gated(gate, up), self.down)
 
@@ -92,7 +93,7 @@ class GatedSharedExpert(SharedExpert):
         self.gate = gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's partial sums [tokens, hidden] for `x` [tokens, hidden]."""
+        """See `SharedExpert.forward`. Each token's sums are multiplied by its gate."""
         gate: Tensor = linear(x, self.gate).sigmoid()
         return gate.mul(super().forward(x))
 
@@ -106,11 +107,11 @@ class MixtureWithShared(MixtureOfExperts):
         self._begin = begin_on(router.weight.device)
 
     def partial(self, x: Tensor, copy_offset: int) -> Tensor:
-        """See `Mixture.partial`."""
+        """See `Mixture.partial`. Includes the shared expert."""
         return super().partial(x, copy_offset) + self.shared(x)  # type: ignore[no-any-return]
 
     def begin(self, x: Tensor, region: Region) -> Complete:
-        """See `Mixture.begin`."""
+        """See `Mixture.begin`. On CUDA the shared expert runs on a second stream meanwhile."""
         everything = region.gather(x)
         take = self._begin(lambda: self.shared(everything))
         return lambda routed: routed + region.sum(take())

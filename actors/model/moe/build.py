@@ -17,7 +17,8 @@ from placement.ownership.shard import Shard
 
 
 def mixture(spec: ModelSpec, moe: MoESpec, own: Shard, table: Mapping[str, nn.Parameter], at: str) -> MixtureOfExperts:
-    """Return the MoE block whose weights have the prefix `at`.
+    """Return the MoE block whose weights have the prefix `at` in `table`, the parameters by name (`KeyError` if one is
+    missing). `own` is this rank's shard, which has the expert map.
 
     A bias without a row in `table` is one that the model, or this rank, does not have.
     """

@@ -41,7 +41,8 @@ class TokenDispatcher(Protocol):
     """Dispatches a rank's own tokens to the ranks of their experts, and combines the results."""
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
-        """Return the routed sums of own tokens: [own, hidden] -> [own, hidden]. A collective of the MoE copy."""
+        """Return the sums over their experts of this rank's own tokens, [own, hidden], from their hidden states `own` [own,
+        hidden]; the ranks of the MoE copy run the experts of `mixture`. A collective of the copy, even without own tokens."""
 
 
 class SumExchange:
@@ -57,7 +58,7 @@ class SumExchange:
             return region.sum(partial)
 
     def serve(self, mixture: Mixture, none: Tensor) -> None:
-        """Do nothing: the copy has no tokens."""
+        """See `Exchange.serve`. Does nothing: no rank of the copy has tokens."""
 
 
 class DispatchExchange:
@@ -81,7 +82,7 @@ class IdleDispatcher:
     """The dispatcher of a copy without tokens in the step. It issues no collectives."""
 
     def dispatch_and_combine(self, mixture: Mixture, own: Tensor) -> Tensor:
-        """See `TokenDispatcher.dispatch_and_combine`."""
+        """See `TokenDispatcher.dispatch_and_combine`. Returns `own`, which is empty."""
         return own
 
 
@@ -123,7 +124,8 @@ class AllToAllDispatcher:
         return _added_up(back, token, send, own)
 
     def counts(self, sent_to: Tensor) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows that this rank sends to each rank of the copy, and receives from each."""
+        """Return the numbers of rows that this rank sends to each rank of the copy, and receives from each. `sent_to` [tokens,
+        ranks] bool says whether a token is sent to a rank. A collective of the copy."""
         ones = [1] * self._copy.size
         send = sent_to.sum(0)
         send_list, receive = torch.stack((send, self._copy.all_to_all(send, ones, ones))).tolist()

@@ -32,14 +32,15 @@ class Exchanges(Protocol):
     """Makes the exchange of each step."""
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
-        """Return the exchange of a step, given each DP rank's new tokens. `copy_offset` is the offset of its first token."""
+        """Return the exchange that dispatches the tokens of a step. `new_lens_across_dp` are the new tokens of each sequence on
+        each DP rank; `copy_offset` is the offset of the step's first token in the round robin over an expert's copies."""
 
 
 class OnlySums:
     """For models without experts, and for ranks that all hold all tokens: always mode ``sum``."""
 
     def of(self, new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> Exchange:
-        """See `Exchanges.of`."""
+        """See `Exchanges.of`. Always mode ``sum``."""
         return SumExchange(copy_offset)
 
 
@@ -87,7 +88,8 @@ class ExchangesByRule:
 def exchanges(
     spec: ModelSpec, identity: RankIdentity, groups: Mapping[str, Group], element_bytes: int, device: torch.device
 ) -> Exchanges:
-    """Return the exchanges of one rank. `groups` are those along the axes of `placement.layout.mesh.talking_axes`."""
+    """Return the selection of the token dispatch of one rank. `groups` are its groups by axis, along the axes of
+    `placement.layout.mesh.talking_axes`, and `element_bytes` the size of one element of a hidden state."""
     if spec.moe is None:
         return OnlySums()
     return ExchangesByRule(spec, identity, groups, element_bytes, device)

@@ -40,7 +40,8 @@ class ExpertWeightMover:
         self._sent_before, self._reported_step = 0, -1
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
-        """Make the moves of this rank's layers. A collective of the copy."""
+        """Make those of `moves` that are of this rank's layers: exchange the weights, then use the new expert map. A collective
+        of the MoE copy; all its ranks pass the same moves."""
         began = time.perf_counter()
         mine = [move for move in moves if move.layer in self._mixtures]
         for move in mine:
@@ -49,7 +50,8 @@ class ExpertWeightMover:
             self._move_s += time.perf_counter() - began
 
     def report(self, step: int) -> ExpertReport:
-        """Return the load and the moves since the last report."""
+        """Return the load of this rank's experts, and the bytes and seconds of moves, since the last report; `step` is the
+        number of the current step. Resets the counters, and on CUDA waits for the device."""
         counted = {layer: mixture.counters.take() for layer, mixture in self._mixtures.items()}
         layers = [
             LayerReport(layer=layer, tokens=one.tokens, expert_s=one.expert_s, combine_s=one.combine_s)
@@ -114,10 +116,10 @@ class NoExperts:
     """Replaces the mover for a model without experts."""
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
-        """Check that there is nothing to move. Raises `ValueError` if a plan has moves."""
+        """See `ExpertWeightMover.move`. Raises `ValueError` if `moves` is not empty."""
         if moves:
             raise ValueError(f"a plan moves experts of layers {[move.layer for move in moves]}, but the model has none")
 
     def report(self, step: int) -> ExpertReport | None:
-        """Return None: there is nothing to report."""
+        """See `ExpertWeightMover.report`. Returns None: there is nothing to report."""
         return None

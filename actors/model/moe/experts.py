@@ -23,12 +23,13 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 def gated_by(activation: Callable[[Tensor], Tensor]) -> Gated:
-    """Return the function ``activation(gate) * up``."""
+    """Return the function that computes ``activation(gate) * up`` from the two halves of the up projection."""
     return lambda gate, up: activation(gate).mul_(up)
 
 
 def clamped_swiglu(limit: float, alpha: float) -> Gated:
-    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate at most `limit` and up in ``[-limit, limit]`` (gpt-oss)."""
+    """Return the function that computes ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate at most `limit` and up in
+    ``[-limit, limit]`` (gpt-oss)."""
 
     def apply(gate: Tensor, up: Tensor) -> Tensor:
         gate = gate.clamp(max=limit)
@@ -55,12 +56,12 @@ class Experts(nn.Module):
         """The slot number that marks an expert on another rank."""
 
     def forward(self, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Return partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` fp32 and `slots` [tokens,
-        top_k]."""
+        """Return this rank's partial sums [tokens, hidden] in x's dtype, from `x` [tokens, hidden], `weights` [tokens, top_k]
+        fp32 and `slots` [tokens, top_k] int64: own slots from 0, or `absent`."""
         return self.run(x, weights, slots, self.tokens(slots))
 
     def run(self, x: Tensor, weights: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """Do the same as `forward`, given the number of tokens of each slot (`tokens`)."""
+        """Return the same as `forward`, given the number of tokens of each own slot, `tokens` [slots] int64."""
         flat = slots.flatten()
         order = flat.sort(stable=True).indices
         ends = tokens.cumsum(0)
@@ -69,20 +70,20 @@ class Experts(nn.Module):
         return _added_up(rows, here, weights).to(x.dtype)
 
     def tokens(self, slots: Tensor) -> Tensor:
-        """Return the number of tokens routed to each slot, [slots]."""
+        """Return the number of tokens routed to each own slot, [slots] int64, from `slots` [tokens, top_k] as in `forward`."""
         return torch.bincount(slots.flatten(), minlength=self.absent + 1)[: self.absent]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the weights in one slot."""
+        """Bytes of the weights and biases of one expert on this rank."""
         return sum(weight[0].nbytes for weight in self.parameters())
 
     def packed(self, slot: int) -> Tensor:
-        """Return a copy of the weights in a slot, as bytes [slot_bytes] uint8."""
+        """Return a copy of the weights and biases in the own slot `slot` (from 0), as bytes [slot_bytes] uint8."""
         return torch.cat([weight[slot].reshape(-1).view(torch.uint8) for weight in self.parameters()])
 
     def put(self, slot: int, packed: Tensor) -> None:
-        """Fill a slot from packed weights: the inverse of `packed`."""
+        """Fill the own slot `slot` (from 0) from `packed` [slot_bytes] uint8: the inverse of `packed`."""
         parts = torch.split(packed, [weight[slot].nbytes for weight in self.parameters()])
         for weight, part in zip(self.parameters(), parts, strict=True):
             weight[slot].view(-1).view(torch.uint8).copy_(part)

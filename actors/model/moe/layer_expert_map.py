@@ -32,7 +32,7 @@ class LayerExpertMap:
         self.change(experts)
 
     def change(self, experts: Sequence[int]) -> None:
-        """Use another map from now on."""
+        """Use another map from now on. `experts` is the expert in every slot of the MoE copy, on all its ranks."""
         holders: list[list[int]] = [[] for _ in range(max(experts) + 1)]
         for slot, expert in enumerate(experts):
             holders[expert].append(slot)
@@ -43,13 +43,15 @@ class LayerExpertMap:
         self._num_copies = torch.tensor([len(slots) for slots in holders], dtype=torch.int64, device=self._device)
 
     def slots(self, experts: Tensor, copy_offset: int) -> Tensor:
-        """Return [tokens, top_k]: the slot that runs each expert. `copy_offset` is the offset of the first token."""
+        """Return the slot of the MoE copy that runs each of `experts` [tokens, top_k], of the same shape. `copy_offset` is the
+        offset of the first token in the round robin over an expert's copies."""
         if self._table.shape[1] == 1:
             return self._table[experts, 0]
         token = torch.arange(copy_offset, copy_offset + len(experts), device=self._device)[:, None]
         return self._table[experts, token % self._num_copies[experts]]
 
     def here(self, slots: Tensor) -> Tensor:
-        """Return own slots, counted from 0. Slots of other ranks become one past the last own slot."""
+        """Return `slots` of the MoE copy as own slots of this rank, counted from 0, of the same shape. Slots of other ranks
+        become one past the last own slot."""
         own = slots - self._own.start
         return torch.where((own >= 0) & (own < len(self._own)), own, len(self._own))

@@ -36,11 +36,12 @@ class LoadCounters:
         self.experts, self.combine = clock(), clock()
 
     def ran(self, held: Tensor, tokens: Tensor) -> None:
-        """Count the `tokens` [slots] that this rank's slots, holding the experts `held` [slots], have run."""
+        """Add the numbers `tokens` [own slots] int64 that each own slot has run to the load of the experts `held` [own slots]
+        in them."""
         self._tokens.index_add_(0, held, tokens)
 
     def take(self) -> LayerLoad:
-        """Return the load since the last call, and reset the counters."""
+        """Return the load since the last call, and reset the counters. On CUDA it waits for the device."""
         load = LayerLoad(self._tokens.tolist(), self.experts.take(), self.combine.take())
         self._tokens.zero_()
         return load
@@ -54,13 +55,13 @@ class HostTime:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Return a context manager that counts the time spent inside it."""
+        """Return a context manager that adds the host time spent inside it; a span that raises is not counted."""
         began = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - began
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds spent inside spans since the last call, and start again from 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -73,7 +74,8 @@ class CudaTime:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """Return a context manager that counts the device time of the work queued inside it."""
+        """Return a context manager that adds the device time of the work queued inside it; a span that raises is not
+        counted."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         yield
@@ -81,7 +83,8 @@ class CudaTime:
         self._spans.append((began, ended))
 
     def take(self) -> float:
-        """Return the seconds since the last call. Waits until the device has reached the end of the last span."""
+        """Return the seconds of device time inside spans since the last call, and start again from 0. Waits until the device
+        has reached the end of the last span."""
         spans, self._spans = self._spans, []
         if spans:
             spans[-1][1].synchronize()

@@ -30,18 +30,21 @@ class Router(nn.Module):
         self._moe = moe
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and experts of each token."""
+        """Return the weights [tokens, top_k] fp32 and the experts [tokens, top_k] int64, ascending, of each token of `x`
+        [tokens, hidden]."""
         scores = self.scores(x)
         experts = self.choose(scores)
         return self._weights(scores.gather(1, experts)), experts
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the scores [tokens, num_experts] fp32."""
+        """Return the router's scores [tokens, num_experts] fp32 for `x` [tokens, hidden]: the softmax or sigmoid of its
+        logits."""
         logits = linear(x.to(torch.float32), self.weight, self.bias)
         return logits.softmax(-1) if self._moe.scoring == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token, [tokens, top_k]."""
+        """Return the experts of each token, [tokens, top_k] int64 in ascending order, from `scores` [tokens, num_experts].
+        Among equal scores the lowest expert is chosen."""
         worth = scores if self.choice_bias is None else scores + self.choice_bias
         if self._moe.top_groups < self._moe.groups:
             worth = self._in_best_groups(worth)

@@ -19,7 +19,8 @@ Begin = Callable[[Callable[[], Tensor]], Take]
 
 
 def begin_on(device: torch.device) -> Begin:
-    """Return the function `begin` of a device: ``take = begin(compute)`` starts `compute`, and ``take()`` returns its result.
+    """Return the function `begin` of a device: ``take = begin(compute)`` starts `compute`, and ``take()``, called once, returns
+    its result.
 
     On CUDA `compute` is queued on a second stream, and ``take()`` makes the current stream wait for it. On any other device
     `begin` computes the result at once.

@@ -21,10 +21,12 @@ class OwnTokens(Protocol):
     """The own tokens of one rank in one step. `hidden` is this rank's part of the hidden states in the region."""
 
     def take(self, hidden: Tensor, region: Region) -> Tensor:
-        """Return the rank's own tokens [own, hidden]."""
+        """Return the hidden states of this rank's own tokens [own, hidden], from its part `hidden` of those of the tp group in
+        `region`. May be a collective of the tp group."""
 
     def join(self, own: Tensor, region: Region) -> Tensor:
-        """Return this rank's part of the hidden states in the region, from the results of all ranks for their own tokens."""
+        """Return this rank's part of the hidden states in `region`, from `own` [own, hidden], the results for its own tokens.
+        May be a collective of the tp and cp groups."""
 
 
 class TokensOfRegion:

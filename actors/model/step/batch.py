@@ -61,12 +61,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that this rank runs."""
+        """Number of tokens that this rank runs in the step."""
         return int(self.token_ids.shape[0])
 
     def only(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Return the batch of the sequences `rows`, without output rows, and the indices of its tokens in this batch [tokens]
-        int64."""
+        """Return the batch of the sequences with the indices `rows`, without output rows, and the indices of its tokens in this
+        batch [tokens] int64."""
         starts = list(accumulate(self.query_lens, initial=0))
         found = [token for row in rows for token in range(starts[row], starts[row + 1])]
         tokens = torch.tensor(found, dtype=torch.int64, device=self.slots.device)

@@ -31,20 +31,23 @@ class Region(Protocol):
     """The residual region of one step. `hidden` is this rank's part of the hidden states: all tokens, or its own."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return all tokens [tokens, hidden], for a column-parallel layer or the head."""
+        """Return all tokens [tokens, hidden], for a column-parallel layer or the head, from this rank's part `hidden`. A
+        collective of the tp group if the parts differ."""
 
     def keep(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of all tokens: the inverse of `gather`."""
+        """Return this rank's part of `whole` [tokens, hidden], which has all tokens: the inverse of `gather`, without
+        communication."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum `partial` [tokens, hidden] over the ranks, and return this rank's part of the sum."""
+        """Return this rank's part of the sum of `partial` [tokens, hidden] over the tp ranks. A collective of the tp group."""
 
     def slice(self, hidden: Tensor) -> Tensor:
-        """Return the rank's own tokens [own, hidden], for the next stage."""
+        """Return the rank's own tokens [own, hidden] from its part `hidden`, for the next pipeline stage, without
+        communication."""
 
     def join(self, own: Tensor) -> Tensor:
-        """Return this rank's part of the hidden states from the ranks' own tokens: the inverse of `slice`, on the next
-        stage."""
+        """Return this rank's part of the hidden states, from its own tokens `own` [own, hidden]: the inverse of `slice`, on the
+        next pipeline stage. A collective of the tp group if every rank holds all tokens."""
 
 
 class Replicated:
@@ -109,11 +112,12 @@ class Regions:
         self._tp, self._scatter_from = tp, scatter_from
 
     def own(self, num_tokens: int) -> range:
-        """Return the range of this rank's own tokens of a step."""
+        """Return the range of this rank's own tokens among the `num_tokens` tokens of a step."""
         return partition(num_tokens, self._tp.size)[self._tp.rank]
 
     def of(self, query_lens: Sequence[int]) -> Region:
-        """Return the region of a step whose rows run `query_lens` tokens each."""
+        """Return the region of a step whose sequences run `query_lens` tokens each: sequence parallel if they have enough
+        prompt tokens."""
         parts = partition(sum(query_lens), self._tp.size)
         own, sizes = parts[self._tp.rank], [len(part) for part in parts]
         if sequence_parallel.is_scattered(query_lens, self._scatter_from):

@@ -70,14 +70,15 @@ class StepRope(Protocol):
     """Makes the rotation of each step."""
 
     def of(self, batch: Batch) -> Rotate:
-        """Return the rotation of every token of `batch`."""
+        """Return the function that rotates queries or keys [tokens, heads, head_dim] of the tokens of `batch` by their
+        positions."""
 
 
 class NoRope:
     """The rope of layers without rotary embedding."""
 
     def of(self, batch: Batch) -> Rotate:
-        """Return the identity."""
+        """See `StepRope.of`. Returns the identity."""
         return _unrotated
 
 
@@ -95,7 +96,8 @@ class Rope:
         return self.at(batch.positions)
 
     def at(self, positions: Tensor) -> Rotate:
-        """Return the rotation for `positions` [tokens] int64, which are positions in the whole sequence."""
+        """Return the function that rotates [tokens, heads, head_dim] by `positions` [tokens] int64, which are positions in the
+        whole sequence."""
         return self._rotation_by(positions.to(torch.float32)[:, None] * self._inverse_frequencies)
 
     def _rotation_by(self, angles: Tensor) -> Rotate:
@@ -126,7 +128,8 @@ class LengthRope(Rope, ABC):
         return self.in_sequences(batch.positions, torch.maximum(lengths, batch.positions + 1))
 
     def in_sequences(self, positions: Tensor, lengths: Tensor) -> Rotate:
-        """Return the rotation for `positions` in sequences of these `lengths`, both [tokens]."""
+        """Return the function that rotates [tokens, heads, head_dim] by `positions`, of tokens in sequences of these `lengths`
+        in tokens; both [tokens] int64."""
         return self._rotation_by(positions.to(torch.float32)[:, None] * self._frequencies(lengths))
 
     @abstractmethod
@@ -161,7 +164,8 @@ _KINDS: dict[str, type[Rope]] = {"longrope": LongRope, "dynamic": DynamicRope}
 
 
 def make_rope(spec: RopeSpec | None, head_dim: int, device: torch.device | str = "cpu") -> StepRope:
-    """Return the rope of some layers; `spec` comes from `ModelSpec.rope_of`."""
+    """Return the rope of the layers with the RoPE parameters `spec`, from `ModelSpec.rope_of` (None: they do not rotate).
+    `head_dim` is the size of a head, and tables are on `device`."""
     if spec is None:
         return NoRope()
     return _KINDS.get(spec.kind, Rope)(spec, head_dim, device)

@@ -14,9 +14,11 @@ from placement.model.spec import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Return radians per position [rotary_dims / 2] fp32, and the factor on cos and sin.
+    """Return the frequencies, in radians per position, of each rotated pair of dimensions [rotary_dims / 2] fp32, and the
+    factor on cos and sin. `head_dim` is used if `spec` does not give rotary_dims.
 
-    If the frequencies depend on the length of the sequence, these are those of a short one.
+    If the frequencies depend on the length of the sequence, these are those of a short one. Raises `ValueError` if a kind needs
+    the trained context length and `spec` does not give it.
     """
     dims = spec.rotary_dims or head_dim
     frequencies = 1.0 / _waves(spec, dims)
@@ -32,15 +34,17 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def long_frequencies(spec: RopeSpec, dims: int) -> Tensor:
-    """Return the ``longrope`` frequencies (Ding et al. 2024, arXiv 2402.13753) of sequences beyond the trained length."""
+    """Return the ``longrope`` frequencies (Ding et al. 2024, arXiv 2402.13753) of sequences beyond the trained length, in
+    radians per position [dims / 2] fp32. `dims` is the number of rotated dimensions."""
     return 1.0 / (torch.tensor(spec.long_factor) * _waves(spec, dims))
 
 
 def dynamic_frequencies(spec: RopeSpec, dims: int, lengths: Tensor) -> Tensor:
-    """Return the ``dynamic`` frequencies (NTK-aware scaling, YaRN's appendix A.1) [tokens, dims / 2] for sequences of `lengths`
-    [tokens].
+    """Return the ``dynamic`` frequencies (NTK-aware scaling, YaRN's appendix A.1), in radians per position [tokens, dims / 2]
+    fp32, for tokens in sequences of `lengths` [tokens]. `dims` is the number of rotated dimensions.
 
-    The base grows so that the slowest pair rotates as far over the whole sequence as it did over the trained length.
+    The base grows so that the slowest pair rotates as far over the whole sequence as it did over the trained length. Raises
+    `ValueError` if `spec` does not give the trained length.
     """
     original = original_max_position(spec)
     stretched = spec.factor * lengths.clamp(min=original).to(torch.float32) / original - (spec.factor - 1)
@@ -105,7 +109,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def original_max_position(spec: RopeSpec) -> int:
-    """Return the trained context length in tokens. Raises `ValueError` if it is not given."""
+    """Return the context length in tokens with which the model was trained. Raises `ValueError` if `spec` does not give it."""
     if spec.original_max_position is None:
         raise ValueError(f"rope kind {spec.kind!r} needs original_max_position (the trained context length); it is not given")
     return spec.original_max_position

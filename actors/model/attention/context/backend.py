@@ -56,7 +56,8 @@ class _Layer:
     """The form in which queries attend to shared keys."""
 
     def add_fresh(self, total: OutputAccumulator, inputs: AttentionInputs, run: KeyRun, kv: Tensor) -> None:
-        """Add to the tokens of a row their attention to its fresh keys, made from `kv` [keys, kv_heads, dim]."""
+        """Add to `total` the attention of this rank's tokens of the row of `run` to fresh keys of that row, made from `kv`
+        [keys, kv_heads, dim], whose positions are those of `run`."""
         row = run.row
         form = inputs.fresh(row)
         for at, out, lse in self._seen(form, form.queries(inputs.q[row.tokens]), row.spans, run, *form.keys_values(kv)):
@@ -72,13 +73,14 @@ class _Layer:
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """Add to the tokens `at` of `total` the attention of `q` [tokens, heads, dim] to `keys` and `values` [1, kv_heads,
-        keys, dim]."""
+        """Add to the tokens `at` of `total` the attention of `q` [tokens, heads, dim], at the positions `spans`, to `keys` and
+        `values` [1, kv_heads, keys, dim], whose positions are those of `run`."""
         for rows, out, lse in self._seen(self.form, q, spans, run, keys, values):
             total.add(slice(at.start + rows.start, at.start + rows.stop), out, lse)
 
     def add_pages(self, total: OutputAccumulator, at: slice, q: Tensor, row: LocalRow, spans: tuple[range, ...]) -> None:
-        """Add the attention to the cached keys of `row` in this rank's own pages; the arguments are those of `add_shared`."""
+        """Add to the tokens `at` of `total` the attention of `q` [tokens, heads, dim], at the positions `spans`, to the cached
+        keys of `row` in this rank's own pages."""
         run, read = self.plan.pages[row.index]
         if read is not None:
             self.add_shared(total, at, q, spans, run, *read.read(self.cache, self.params.layer))
@@ -117,7 +119,8 @@ class ContextAttention:
         kernel: PartialKernel,
         block_size: int,
     ) -> ContextAttention:
-        """Build the backend of the rank at `coords`. `groups` must have ``cp`` and ``dcp``."""
+        """Return the backend of the rank at `coords` of `layout`, with kernels of `kernel` and KV blocks of `block_size`
+        tokens. `groups` are this rank's groups by axis, and must have ``cp`` and ``dcp`` (`KeyError` otherwise)."""
         place = ContextRank.of(layout, coords, block_size)
 
         def config(kind: AttentionKind) -> ContextConfig:
@@ -154,7 +157,8 @@ class ContextAttention:
         plan: ContextPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """`attend` for any KV format (heads or latents). Returns [tokens, q_heads, output_dim]."""
+        """Do what `attend` does for any KV format (heads or latents), with the queries and keys in `inputs`. Returns [tokens,
+        q_heads, output_dim]."""
         q, kv, form = inputs.q, inputs.kv, inputs.shared
         call = _Layer(plan, self._kernel, cache, params, form)
         cache.write_kv(params.layer, plan.slots, kv[plan.owned])

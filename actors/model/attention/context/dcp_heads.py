@@ -29,18 +29,19 @@ class HeadExchange:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads of the whole group."""
+        """Number of query heads of all ranks of the dcp group together."""
         return sum(self._heads)
 
     def gather(self, q: Tensor) -> Tensor:
-        """Gather this rank's queries [tokens, own heads, dim] into those of the whole group [tokens, all heads, dim],
-        contiguous."""
+        """Return the queries of the whole dcp group [tokens, all heads, dim], contiguous, from this rank's `q` [tokens, own
+        heads, dim]. A collective of the group."""
         return self._dcp.all_gather(q.transpose(0, 1).contiguous(), self._heads).transpose(0, 1).contiguous()
 
     def scatter(self, parts: OutputAccumulator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return this rank's heads over all keys, from the partial outputs of all heads over this rank's keys.
+        """Return this rank's heads over all keys, from `parts`, the partial outputs of the group's heads over this rank's keys,
+        which are sent in `dtype`. A collective of the group.
 
-        Returns the output [own heads, tokens, dim] and its LSE [own heads, tokens].
+        Returns the output [own heads, tokens, dim] and its LSE [own heads, tokens], both fp32.
         """
         own, size = self._heads[self._dcp.rank], self._dcp.size
         received = self._dcp.all_to_all(pack(parts.out, parts.lse, dtype), self._heads, [own] * size)

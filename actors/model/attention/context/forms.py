@@ -24,20 +24,25 @@ class AttentionForm(Protocol):
     differ."""
 
     @property
-    def partial_dim(self) -> int: ...
+    def partial_dim(self) -> int:
+        """Size of one head's partial output, as it is exchanged and merged."""
+        ...
 
     def queries(self, q: Tensor) -> Tensor:
-        """Convert the queries of a layer [tokens, heads, _] to those of the kernel [tokens, heads, dim]."""
-
-    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert cached values of tokens [tokens, kv_heads, _] to the kernel's keys and values, each [1, kv_heads, tokens, its
+        """Return the kernel's queries [tokens, heads, dim], from those that the layer has made, `q` [tokens, heads, its
         dim]."""
 
+    def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the kernel's keys and values, each [1, kv_heads, tokens, its dim], from what the cache stores for these
+        tokens, `kv` [tokens, kv_heads, its dim]."""
+
     def partial_outputs(self, out: Tensor) -> Tensor:
-        """Return the part [heads, tokens, partial_dim] of the kernel's output [heads, tokens, dim] that is needed."""
+        """Return the part [heads, tokens, partial_dim] of the kernel's output `out` [heads, tokens, dim] that has to be
+        merged."""
 
     def outputs(self, partial_outputs: Tensor) -> Tensor:
-        """Convert [heads, tokens, partial_dim] to [heads, tokens, output_dim], linearly and row by row."""
+        """Return the layer's outputs [heads, tokens, output_dim] from merged `partial_outputs` [heads, tokens, partial_dim].
+        The map is linear and works row by row."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class AttentionInputs:
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-    """Return the inputs of plain attention from `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of each]."""
+    """Return the inputs of attention without latents, from `q` [tokens, q_heads, dim], `k` and `v` [tokens, kv_heads, dim of
+    each], in the form `Plain`."""
     form = Plain(k.shape[2], v.shape[2])
     return AttentionInputs(q, torch.cat((k, v), 2), lambda row: form, form, v.shape[2])

@@ -42,17 +42,17 @@ class LocalRow:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the row is a decode row: one new token."""
+        """Whether the row is a decode row: one new token over all cp ranks."""
         return self.count == 1
 
     @property
     def has_shared_keys(self) -> bool:
-        """Whether some of the row's keys lie in the pages of their owners; the keys of a first chunk are all local."""
+        """Whether some of the row's keys lie in the KV pages of their owners; the keys of a first chunk are all local."""
         return self.start > 0 or self.is_decode
 
 
 def local_rows(batch: Batch, place: ContextRank) -> list[LocalRow]:
-    """Return the rows of a step on this rank, in the order of the step."""
+    """Return the rows of the step `batch` as this rank, `place`, runs them, in the order of the step."""
     rows, token = [], 0
     for index, (start, count, blocks) in enumerate(zip(batch.context_lens, batch.new_lens, batch.block_tables, strict=True)):
         runs = place.spans(start, count)
@@ -80,8 +80,8 @@ class RowGroups:
 
     @classmethod
     def of(cls, rows: Sequence[LocalRow], passes_keys: Callable[[int, int], bool]) -> RowGroups:
-        """Group `rows`. `passes_keys` (new tokens, cached tokens) returns whether a split row exchanges its cached keys
-        (pass-KV) rather than its queries (pass-Q)."""
+        """Return `rows` grouped by how their queries reach keys. ``passes_keys(new tokens, cached tokens)`` returns whether a
+        split row exchanges its cached keys (pass-KV) rather than its queries (pass-Q)."""
         groups = cls()
         for row in rows:
             if row.is_split:
@@ -98,7 +98,8 @@ class RowGroups:
 
     @property
     def shared(self) -> list[LocalRow]:
-        """The rows with keys in their owners' pages: the rows run whole, then the pass-KV rows, then the pass-Q rows."""
+        """The rows that have keys in their owners' pages: the rows that are not split, then the pass-KV rows, then the pass-Q
+        rows."""
         return [*self.whole, *self.pass_kv_rows, *self.pass_q_rows]
 
 
@@ -121,8 +122,8 @@ class KeyLayout:
 
     @classmethod
     def sent_by(cls, cp_rank: int, split: Sequence[LocalRow], cached: Sequence[LocalRow], place: ContextRank) -> KeyLayout:
-        """Return the layout of what `cp_rank` contributes to a step: its own chunks of the rows `split`, then its own pages of
-        the rows `cached`."""
+        """Return the layout of the keys that the rank `cp_rank` contributes to a step: its own chunks of the rows `split`, then
+        its own pages of the rows `cached`. `place` is the calling rank."""
         parts = [
             (cls.FRESH, row.index, np.concatenate([np.arange(s.start, s.stop) for s in runs]))
             for row in split
@@ -133,7 +134,7 @@ class KeyLayout:
 
     @classmethod
     def joined(cls, layouts: Sequence[KeyLayout]) -> KeyLayout:
-        """Concatenate layouts."""
+        """Return the layout of tensors with these `layouts`, laid end to end."""
         columns = [[getattr(layout, name) for layout in layouts] for name in ("kind", "row", "position")]
         return cls(*(np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns))
 
@@ -141,15 +142,17 @@ class KeyLayout:
         return len(self.position)
 
     def sorting(self) -> Positions:
-        """Return the order that puts fresh tokens first, and sorts the tokens of each kind by row and then by position."""
+        """Return the order, [tokens] int64 indices, that puts fresh tokens first, and sorts each kind by row and then by
+        position."""
         return np.lexsort((self.position, self.row, self.kind))
 
     def reordered(self, order: Positions) -> KeyLayout:
-        """Return the layout with its tokens in this order."""
+        """Return the layout of the tensor whose token i is the token ``order[i]`` of this one."""
         return KeyLayout(self.kind[order], self.row[order], self.position[order])
 
     def runs(self, kind: int, rows: Sequence[LocalRow]) -> list[KeyRun]:
-        """Return the tokens of one kind, one run for each row that has any. The layout must be sorted."""
+        """Return where the tokens of `kind` (`FRESH` or `CACHED`) of each of `rows` are, one run for each row that has any. The
+        layout must be sorted (`sorting`)."""
         found = []
         for row in rows:
             at = np.flatnonzero((self.kind == kind) & (self.row == row.index))
@@ -158,7 +161,8 @@ class KeyLayout:
         return found
 
     def owned(self, rows: Sequence[LocalRow], mine: Ownership, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the fresh tokens owned by `mine`: their indices in the layout, and the cache slots they are written to."""
+        """Return the fresh tokens of `rows` that the KV owner `mine` stores: their indices in the layout, and the cache slots
+        they are written to, both [owned] int64 on `device`."""
         at, slots = [], []
         for run in self.runs(self.FRESH, rows):
             for offset, position in enumerate(run.positions.tolist()):

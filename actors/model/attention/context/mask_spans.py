@@ -38,9 +38,11 @@ class MaskSpan:
 
 
 def mask_spans(spans: Sequence[range], keys: Positions, window: int | None, device: torch.device) -> list[MaskSpan]:
-    """Return the kernel calls that cover every key in `keys` that the queries of `spans` (concatenated) can see.
+    """Return the kernel calls that cover every key that the queries can see. The queries are at the positions `spans`, laid end
+    to end; `keys` are the ascending positions of the keys. Masks are made on `device`.
 
-    A query at position p sees the keys ``[p - window + 1, p]``. Queries that see no key are in no call.
+    A query at position p sees the keys ``[p - window + 1, p]``, or all up to p if `window` is None. Queries that see no key are
+    in no call.
     """
     if not len(keys):
         return []

@@ -37,7 +37,8 @@ class PassKVStep:
 
     @classmethod
     def of(cls, layout: KeyLayout, rows: Sequence[LocalRow], place: ContextRank, device: torch.device) -> PassKVStep:
-        """Describe a tensor with the given layout, as seen by the rank `place`."""
+        """Return the description of a tensor of keys and values with the token order `layout`, which has tokens of `rows`, as
+        seen by the rank `place`. Index tensors are on `device`."""
         owned, slots = layout.owned(rows, place.ownership(), device)
         return cls(layout.runs(KeyLayout.FRESH, rows), layout.runs(KeyLayout.CACHED, rows), owned, slots)
 
@@ -46,7 +47,8 @@ class Style(Protocol):
     """The pass-KV steps of one engine step, which are the same for every layer."""
 
     def kv_steps(self, own: Tensor) -> Iterator[tuple[PassKVStep, Tensor]]:
-        """Yield every pass-KV step with its tensor. `own` is this rank's contribution."""
+        """Yield every pass-KV step of one layer with its tensor [tokens, kv_heads, K and V]. `own` is this rank's contribution
+        (split tokens, then own pages). A collective of the cp group: all ranks must exhaust the iterator."""
 
 
 class Gathered:

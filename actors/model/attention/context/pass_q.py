@@ -36,8 +36,11 @@ class QueryExchange:
         self._sizes = [sum(lengths[rank * len(rows) : (rank + 1) * len(rows)]) for rank in range(place.cp)]
 
     def attend(self, q: Tensor, partial_dim: int, add_cached: AddCached) -> tuple[Tensor, Tensor]:
-        """Attend from this rank's queries `q` [tokens, heads, dim] to the pages of all ranks. Returns [heads, tokens,
-        partial_dim] and LSE."""
+        """Attend from this rank's queries `q` [tokens, heads, dim] to the pages of all cp ranks. `partial_dim` is the size of a
+        partial output, and `add_cached` computes those over this rank's own pages. A collective of the cp group.
+
+        Returns the output [heads, tokens, partial_dim] and its LSE [heads, tokens], both fp32.
+        """
         everybody = self._cp.all_gather(q, self._sizes)
         parts = OutputAccumulator(q.shape[1], len(everybody), partial_dim, q.device)
         at = 0

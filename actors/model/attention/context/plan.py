@@ -79,14 +79,16 @@ class ContextPlan:
         self.pass_q = QueryExchange(config.cp, rows.pass_q_rows, config.place) if rows.pass_q_rows else None
 
     def mask_spans(self, run: KeyRun, spans: tuple[range, ...], window: int | None) -> list[MaskSpan]:
-        """Return the kernel calls of queries at `spans` over the keys of `run`. They are made once a step."""
+        """Return the kernel calls with which queries at the positions `spans` attend to the keys of `run`, under the sliding
+        `window` (tokens; None: all). They are made once a step, and cached."""
         key = (id(run), spans, window)
         if key not in self._mask_spans:
             self._mask_spans[key] = mask_spans(spans, run.positions, window, self._cache.device)
         return self._mask_spans[key]
 
     def decode(self, window: int | None) -> Sequence[PagedTask]:
-        """Return the tasks of the decode rows that see keys in own pages. Their tokens are numbered as in `shared`."""
+        """Return the kernel calls of the decode rows that see keys in own pages under the sliding `window` (tokens; None: all).
+        Their tokens are numbered as in `shared`. They are made once a step, and cached."""
         if window not in self._decode:
             mine, size = self._place.ownership(), self._place.block_size
             found = []

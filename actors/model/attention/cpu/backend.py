@@ -26,7 +26,8 @@ class CpuPlan:
         self._tasks: dict[int | None, list[Task]] = {}
 
     def tasks(self, window: int | None) -> list[Task]:
-        """Return tasks that together cover every token of the step exactly once."""
+        """Return the kernel calls that together cover every token of the step exactly once, for layers with the sliding
+        `window` (tokens; None: all). They are made once a step, and cached."""
         if window not in self._tasks:
             decode, prefill = (plan(self._batch, self._cache, window) for plan in (plan_decode, plan_prefill))
             self._tasks[window] = [*decode, *prefill]

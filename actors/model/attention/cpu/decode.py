@@ -48,7 +48,8 @@ class DecodeBucket:
         cache: KVCache,
         params: AttentionParams,
     ) -> Tensor:
-        """Attend from `q` [rows, q_heads, dim]. The fresh `k` and `v` are in the cache already."""
+        """Attend from `q` [rows, q_heads, dim] to the cached keys of the bucket's rows, in the layer of `params`. Returns
+        [rows, q_heads, dim of values]. `k` and `v` are unused: they are in the cache already."""
         keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
         # The query heads of one KV head are passed as its "queries": half the time of one query a head, same result.
@@ -60,8 +61,8 @@ class DecodeBucket:
     def run_with_lse(
         self, q: Tensor, cache: KVCache, params: AttentionParams, kernel: LseKernel = flash_with_lse
     ) -> tuple[Tensor, Tensor]:
-        """Attend from `q` [rows, q_heads, dim]. Returns the output [rows, q_heads, dim of values] and the log-sum-exp [rows,
-        q_heads] fp32."""
+        """Attend from `q` [rows, q_heads, dim] to the cached keys of the bucket's rows, with a `kernel` that has the signature
+        of `flash_with_lse`. Returns the output [rows, q_heads, dim of values] and the log-sum-exp [rows, q_heads] fp32."""
         keys, values = self.keys.read(cache, params.layer)
         rows, heads, dim = q.shape
         grouped = q.view(rows, cache.kv_heads, heads // cache.kv_heads, dim)
@@ -70,12 +71,14 @@ class DecodeBucket:
 
 
 def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
-    """Return buckets that together cover every sequence with one query token."""
+    """Return buckets (one kernel call each) that together cover every sequence of `batch` with one query token, under the
+    sliding `window` (tokens; None: all)."""
     return bucketed(_rows(batch, cache.block_size, window), cache)
 
 
 def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
-    """Return buckets that together cover all `rows`, each of which must see at least one key."""
+    """Return buckets of rows of similar length (one kernel call each) that together cover all `rows`, each of which must see at
+    least one key in the pages of `cache`."""
     longest_first = sorted(rows, key=lambda row: -len(row.blocks))
     return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
 

@@ -35,9 +35,9 @@ def flash(
     """Compute attention. Returns [batch, q_heads, queries, dim of v], in q's memory order; rows that see no key are 0.
 
     `q` is [batch, q_heads, queries, dim]; `k` is [batch, kv_heads, keys, dim], where kv_heads divides q_heads; `v` is like `k`,
-    or shorter in its last dimension. `mask` is added to the scores: fp32, broadcast to [batch, 1, queries, keys]. `softcap` and
-    `sinks` are those of `AttentionParams`; `sinks` is [q_heads, 1] or [q_heads, queries]. Raises `ValueError` if the shapes
-    clash.
+    or shorter in its last dimension. `scale` multiplies the scores; `mask` is added to them: fp32, broadcast to [batch, 1,
+    queries, keys]. `softcap` and `sinks` are those of `AttentionParams`; `sinks` is [q_heads, 1] or [q_heads, queries]. Raises
+    `ValueError` if shapes or dtypes clash, or with `causal` and unlike numbers of queries and keys.
     """
     if sinks is not None:
         return with_sinks(*flash_with_lse(q, k, v, scale, causal=causal, mask=mask, softcap=softcap), sinks)
@@ -54,9 +54,11 @@ def flash_with_lse(
     mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and its log-sum-exp [batch, q_heads, queries] fp32; the arguments are those of `flash`.
+    """Compute attention. Returns the output [batch, q_heads, queries, dim of v] and its log-sum-exp [batch, q_heads, queries]
+    fp32.
 
-    The log-sum-exp is a natural logarithm and includes the scale. It is -inf for rows that see no key.
+    The arguments and errors are those of `flash`. The log-sum-exp is a natural logarithm and includes the scale. It is -inf for
+    rows that see no key.
     """
     out, lse = _run(q, k, v, scale, causal, mask, softcap)
     if mask is not None:

@@ -44,7 +44,8 @@ class WholeChunk:
         cache: KVCache,
         params: AttentionParams,
     ) -> Tensor:
-        """Attend from `q` [queries, q_heads, dim] to the context and to `k`, `v` [queries, kv_heads, dim]."""
+        """Attend from `q` [queries, q_heads, dim] to the cached context and causally to the chunk itself, `k` and `v` [queries,
+        kv_heads, dim]. Returns [queries, q_heads, dim of v]."""
         q, k, v = (_heads_first(x) for x in (q, k, v))
         scale, softcap = params.scale, params.softcap
         sinks = None if params.sinks is None else params.sinks[:, None]
@@ -72,8 +73,8 @@ class WindowBlock:
         cache: KVCache,
         params: AttentionParams,
     ) -> Tensor:
-        """Attend from `q` [queries, q_heads, dim]. The fresh `k` and `v` are read from the cache, where they have been written
-        already."""
+        """Attend from `q` [queries, q_heads, dim] to the band of cached keys, in the layer of `params`. Returns [queries,
+        q_heads, dim of v]. `k` and `v` are unused: they are in the cache already."""
         keys, values = self.band.read(cache, params.layer)
         sinks = None if params.sinks is None else params.sinks[:, None]
         out = flash(_heads_first(q), keys, values, params.scale, mask=self.mask, softcap=params.softcap, sinks=sinks)
@@ -81,7 +82,8 @@ class WindowBlock:
 
 
 def plan_prefill(batch: Batch, cache: KVCache, window: int | None) -> Iterator[WholeChunk | WindowBlock]:
-    """Yield tasks that together cover every sequence with more than one query token."""
+    """Yield kernel calls that together cover every sequence of `batch` with more than one query token, under the sliding
+    `window` (tokens; None: all)."""
     token = 0
     for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
         if queries > 1:

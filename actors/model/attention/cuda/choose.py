@@ -58,10 +58,12 @@ def choose_cuda(
     head_dim: int = 128,
     value_dim: int | None = None,
 ) -> AttentionBackend:
-    """Return a backend for the first usable package; one that is missing, too old, or built for another torch is skipped.
+    """Return a backend on the first usable flash-attention package, or one on gathered pages of `block_size` tokens if there is
+    none. A package that is missing, too old, or built for another torch is skipped. `load` imports a module by its name.
 
-    With `softcap`, a package that cannot cap scores is skipped too. All packages are skipped for a model with `sinks`, which
-    need the log-sum-exp, and for one whose values are shorter than its keys (`value_dim`).
+    With `softcap`, a package that cannot cap scores is skipped too. All packages are skipped for dtypes other than fp16 and
+    bf16, head dimensions above 256, a model with `sinks`, which need the log-sum-exp, and one whose values differ in size from
+    its keys (`value_dim`).
     """
     fits = head_dim <= MOST_HEAD_DIM and value_dim in (None, head_dim)
     if dtype in (torch.float16, torch.bfloat16) and not sinks and fits:

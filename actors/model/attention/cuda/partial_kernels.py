@@ -45,7 +45,8 @@ class Lengths:
 
     @classmethod
     def of(cls, queries: list[int], keys: list[int], device: torch.device, tables: list[list[int]] | None = None) -> Lengths:
-        """Build the lengths from the number of queries and keys of each sequence. Block `tables` are padded with block 0."""
+        """Return the lengths, on `device`, from the number of queries and of keys of each sequence (at least one sequence).
+        `tables` are their block tables, which are padded with block 0; None if keys are not paged."""
         query_sums, key_sums = (_int32([0, *accumulate(lens)], device) for lens in (queries, keys))
         blocks = None if tables is None else _int32([[*t, *[0] * (max(map(len, tables)) - len(t))] for t in tables], device)
         return cls(query_sums, key_sums, _int32(keys, device), max(queries), max(keys), blocks)
@@ -56,7 +57,8 @@ PartialAttention = Callable[[Tensor, Tensor, Tensor, Lengths, bool, AttentionPar
 
 
 def flash_attn_part(function: Callable[..., Any]) -> PartialAttention:
-    """Adapt ``flash_attn_varlen_func`` of flash-attn and of the stand-alone vllm-flash-attn."""
+    """Return ``flash_attn_varlen_func`` of flash-attn or of the stand-alone vllm-flash-attn, `function`, as a
+    `PartialAttention`."""
 
     def run(
         q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
@@ -73,8 +75,8 @@ def flash_attn_part(function: Callable[..., Any]) -> PartialAttention:
 
 
 def vllm_part(function: Callable[..., Any]) -> PartialAttention:
-    """Adapt ``flash_attn_varlen_func`` as vendored in vLLM, which takes key lengths with paged keys, and cumulative ones
-    otherwise."""
+    """Return ``flash_attn_varlen_func`` as vendored in vLLM, `function`, as a `PartialAttention`. It takes key lengths with
+    paged keys, and cumulative ones otherwise."""
 
     def run(
         q: Tensor, keys: Tensor, values: Tensor, lens: Lengths, causal: bool, params: AttentionParams
@@ -184,9 +186,11 @@ class PagedRows:
 def choose_cuda_partial(
     dtype: torch.dtype, block_size: int, load: Import = importlib.import_module, softcap: bool = False
 ) -> PartialKernel:
-    """Return the kernels of the first usable package, or eager attention.
+    """Return the partial attention kernels of the first usable flash-attention package, or eager attention. `load` imports a
+    module by its name; `block_size` is the page size in tokens.
 
-    A package that is missing or too old is skipped, and with `softcap` one that cannot cap scores.
+    A package that is missing, too old, or without support for this page size is skipped, and with `softcap` one that cannot cap
+    scores. Only fp16 and bf16 use packages.
     """
     if dtype in (torch.float16, torch.bfloat16):
         for module, multiple, adapt, needs in _OFFERS:

@@ -72,7 +72,7 @@ class VarlenAttention:
         plan: VarlenPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        """See `AttentionBackend.attend`. `params` must have no sinks."""
         assert params.sinks is None, "choose_cuda gives models with sinks another backend"
         if q.shape[0] == 0:
             return q
@@ -81,7 +81,8 @@ class VarlenAttention:
 
 
 def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """Adapt ``flash_attn_varlen_func`` of flash-attn 2.5+ and of the stand-alone vllm-flash-attn 2.6."""
+    """Return ``flash_attn_varlen_func`` of flash-attn 2.5+ or of the stand-alone vllm-flash-attn 2.6, `function`, as a
+    `VarlenKernel`."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
@@ -104,7 +105,8 @@ def flash_attn_kernel(function: Callable[..., Any]) -> VarlenKernel:
 
 
 def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """Adapt ``flash_attn_varlen_func`` as vendored in vLLM, which with a block table takes key lengths, not cumulative ones."""
+    """Return ``flash_attn_varlen_func`` as vendored in vLLM, `function`, as a `VarlenKernel`. With a block table it takes key
+    lengths, not cumulative ones."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
@@ -127,7 +129,8 @@ def vllm_kernel(function: Callable[..., Any]) -> VarlenKernel:
 
 
 def torch_kernel(function: Callable[..., Any]) -> VarlenKernel:
-    """Adapt ``torch.nn.attention.varlen.varlen_attn`` with a block table; a window of (-1, 0) makes it causal."""
+    """Return ``torch.nn.attention.varlen.varlen_attn``, `function`, as a `VarlenKernel` that reads pages through a block table;
+    a window of (-1, 0) makes it causal."""
 
     def run(q: Tensor, keys: Tensor, values: Tensor, plan: VarlenPlan, params: AttentionParams) -> Tensor:
         out: Tensor = function(
