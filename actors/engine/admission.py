@@ -70,9 +70,11 @@ class EngineDown(RequestRefused):
 
 
 def check_request(request: GenerateRequest, config: EngineConfig) -> None:
-    """Raise `InvalidRequest` or `PromptTooLong` if a request can never be served.
+    """Raise an error if `request` can never be served by an engine with `config`; return nothing otherwise.
 
-    A prompt fits if it and one generated token (none if ``max_tokens=0``) fit both the model length and the whole KV cache.
+    Raises `PromptTooLong` unless the prompt and one generated token (none if ``max_tokens=0``) fit both the model length and
+    the whole KV cache. Raises `InvalidRequest` for an empty prompt, a negative `max_tokens`, a `timeout_s` of 0 or less, a
+    token id (prompt or logit bias) outside the vocabulary, and KV transfer fields that the engine cannot serve.
     """
     if not request.prompt:
         raise InvalidRequest("prompt", [], "must hold at least one token")

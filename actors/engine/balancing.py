@@ -35,12 +35,14 @@ class Policy(Protocol):
     """The rebalancing policy, which decides when to look and what to move. See `placement.experts.rebalancer.Rebalancer`."""
 
     def after_step(self, watch: Watch, evenness: float) -> Watch:
-        """See `Rebalancer.after_step`."""
+        """See `Rebalancer.after_step`. Returns the state `watch` after one more step; its `due` is set if a decision is to be
+        made now. `evenness` is the recent balancedness (mean over maximum of the ranks' tokens), from 0 to 1."""
 
     def decide(
         self, old: ExpertMap, load: Sequence[Sequence[float]], costs: Costs, nodes: int = 1, groups: int = 1
     ) -> Decision:
-        """See `Rebalancer.decide`."""
+        """See `Rebalancer.decide`. Returns the expert map to use from now on, and the copies between slots that lead to it from
+        `old`. `load` has the tokens of each expert, by layer."""
 
 
 class ExpertBalancer:
@@ -66,7 +68,11 @@ class ExpertBalancer:
         self._stats = ExpertStats(layers=list(config.layers))
 
     def into(self, plan: StepPlan) -> StepPlan:
-        """Return `plan` with the next expert move and the request for expert reports added, if any are due."""
+        """Return a copy of `plan`, the next one to send, with the next expert move and the request for expert reports, if any
+        are due.
+
+        Counts the step, so it must be called once for each plan, in order. May start a decision on the balancer's own thread.
+        """
         self._steps += 1
         self._watch = self._policy.after_step(self._watch, self._evenness)
         self._is_due = self._is_due or self._watch.due is not None  # until all have reported and the last moves are made
@@ -81,7 +87,8 @@ class ExpertBalancer:
         return plan.model_copy(update={"moves": moves, "asks_experts": asks})
 
     def on_report(self, report: ExpertReport) -> None:
-        """Take the report of one rank. The load of a step is known once all ranks have reported it."""
+        """Add the expert report of one rank. It counts once all ranks have reported the same step. Reports of steps up to the
+        last move are dropped, since they refer to other expert maps."""
         if report.move_s and report.moved_bytes:
             self._bytes_per_s = report.moved_bytes / report.move_s
         reports = self._reports.setdefault(report.step, [])
@@ -152,6 +159,7 @@ class _Window:
         """Number of steps that every rank has reported."""
 
     def add(self, report: ExpertReport) -> None:
+        """Add the report of one rank. The window's number of steps advances with the report of world rank 0."""
         rank = report.world_rank
         for layer in report.layers:
             index = self._config.layers.index(layer.layer)
@@ -177,6 +185,7 @@ class _Window:
         return sum(max(seconds.values(), default=0.0) for seconds in self._expert_s)
 
     def stats(self, before: ExpertStats) -> ExpertStats:
+        """Return `before` with its fields replaced by the sums of this window, except for the number of moved experts."""
         by_rank = [sum(seconds.get(rank, 0.0) for seconds in self._expert_s) for rank in range(self._config.ranks)]
         used = sum(_mean(list(seconds.values())) for seconds in self._expert_s if seconds)
         return before.model_copy(

@@ -42,13 +42,15 @@ class Engine:
         self._is_started = False
 
     def start(self) -> None:
-        """Start to serve requests."""
+        """Start the engine's thread, which serves requests. Raises `RuntimeError` if it was started before."""
         with self._lock:
             self._is_started = True
             self._loop.start()
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
-        """Accept a request. `deliver` is called with each of its events, on the engine's thread; the last one has `finish` set.
+        """Accept a request. `deliver` is called with each of its events, usually on the engine's thread (by `fail`, `restart`
+        and `close` on their caller's); the last one has `finish` set. It must return quickly; an exception that it raises
+        aborts the request.
 
         Raises a `RequestRefused` (`PromptTooLong`, `InvalidRequest`, `EngineBusy`, `DuplicateRequest`, `EngineDown`) at once if
         the request is not accepted; `deliver` is then never called.
@@ -58,40 +60,46 @@ class Engine:
         self._loop.submit(request, deliver)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with a last event ``abort``. Does nothing if the request has ended or is unknown."""
+        """End a request soon, with a last event ``abort``. Returns at once; does nothing if the request has ended or is
+        unknown."""
         self._loop.cancel(request_id)
 
     def on_ticket_event(self, event: TokenEvent) -> None:
-        """Handle an event of the prefill side, whose request id is the id of a KV transfer ticket of this engine.
+        """Handle an event of the prefill side, whose request id is the id of a KV transfer ticket of this engine. Returns at
+        once.
 
         A refusal event means that no prefill replica took the ticket. Does nothing if the ticket is done or unknown.
         """
         self._loop.on_ticket_event(event)
 
     def stats(self) -> EngineStats:
-        """Return the state and counters of the engine. Counters restart at 0 with new ranks."""
+        """Return a snapshot of the state and counters of the engine. Counters restart at 0 with new ranks."""
         return self._loop.stats()
 
     def healthy(self, now: float | None = None) -> str | None:
-        """Return None if the engine is idle or its steps finish in time, else the reason why it is unhealthy.
+        """Return None if the engine is idle or its steps finish in time, else the reason why it is unhealthy, as text for
+        people.
 
-        `now` is a time on the engine's clock.
+        `now` is a time in seconds on the engine's clock; None reads the clock.
         """
         return self._loop.healthy(self._clock() if now is None else now)
 
     def fail(self, reason: str) -> None:
-        """Report that the ranks are lost: end every request with one ``error`` event, and refuse new ones until `restart`."""
+        """Report that the ranks are lost: ends every request with one ``error`` event before it returns, and refuses new ones
+        until `restart`. `reason` is the text of these errors."""
         self._loop.stop(reason)
 
     def restart(self, link: RankLink) -> None:
-        """Serve with new ranks and an empty KV cache. Requests of the old ranks end with an ``error`` event."""
+        """Serve with the ranks behind `link`, which the engine owns from now on, and an empty KV cache. Requests of the old
+        ranks end with an ``error`` event. Raises `RuntimeError` if the old thread does not end within 5 seconds."""
         with self._lock:
             self._end_loop("the ranks were replaced")
             self._loop = StepLoop(self.config, link, self._clock, self._flush)
             self._loop.start()
 
     def close(self) -> None:
-        """Stop serving; live requests end with an ``error`` event. Calling this twice is harmless."""
+        """Stop serving and close the link; live requests end with an ``error`` event. Calling this twice is harmless. Raises
+        `RuntimeError` if the engine's thread does not end within 5 seconds."""
         with self._lock:
             self._end_loop("it was closed")
 

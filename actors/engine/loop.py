@@ -81,10 +81,11 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="shardwright-engine", daemon=True)
 
     def start(self) -> None:
+        """Start the loop's thread, which runs requests. Raises `RuntimeError` if it was started before."""
         self._thread.start()
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
-        """Accept a request, or raise a `RequestRefused`. Its first events may be delivered before this method returns."""
+        """See `Engine.submit`. The first events may be delivered before this method returns."""
         check_request(request, self.config)
         sequence = self._sequence(request)
         with self._changed:
@@ -116,7 +117,8 @@ class StepLoop:
         return len(self._inbox) + queue.num_requests, self._inbox_tokens + queue.num_tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request with ``abort`` before the next step. Does nothing if the request has ended or is unknown."""
+        """End a request with ``abort`` before the next step is planned. Returns at once; does nothing if the request has ended
+        or is unknown."""
         with self._changed:
             if self.ended is None:
                 self._cancelled.append(request_id)
@@ -130,7 +132,8 @@ class StepLoop:
                 self._changed.notify()
 
     def stop(self, reason: str) -> None:
-        """Accept no more requests, and end every live one with an ``error`` event before this method returns."""
+        """Accept no more requests, and end every live one with an ``error`` event with the text `reason` before this method
+        returns. The thread then ends and closes the link."""
         with self._changed:
             if self.ended is None:
                 self.ended = reason
@@ -138,7 +141,8 @@ class StepLoop:
         self._event_delivery.fail_all(reason)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end. Returns whether it ended within `timeout_s`."""
+        """Wait for the thread to end, after `stop`. Returns whether it ended within `timeout_s` seconds; true if it was never
+        started, and then the link is closed here. On the loop's own thread it does not wait."""
         if self._thread.ident is None:
             self._link.close()  # the thread, which would close it, was never started
         elif self._thread is not threading.current_thread():
@@ -146,7 +150,8 @@ class StepLoop:
         return not self._thread.is_alive()
 
     def healthy(self, now: float) -> str | None:
-        """Return None if the loop is healthy, else the reason why it cannot serve requests."""
+        """Return None if the loop is healthy, else the reason why it cannot serve requests, as text for people. `now` is in
+        seconds on the engine's clock."""
         with self._changed:
             if self.ended is not None:
                 return self.ended
@@ -157,6 +162,7 @@ class StepLoop:
         return None if self._thread.is_alive() else "the engine's thread is not running"
 
     def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
         with self._changed:
             scheduler, counts = self._scheduler, self._scheduler.counts
             waiting, waiting_tokens = self._waiting()

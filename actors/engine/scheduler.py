@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of requests that have not ended: waiting, reserved and running ones."""
         return len(self.live)
 
     @property
@@ -67,12 +67,14 @@ class Scheduler:
         return [sequence for dp_rank in self.dp_ranks for sequence in dp_rank.running]
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the waiting queue. Its request must have passed `check_request`."""
+        """Add a new sequence to the waiting queue. Its request must have passed `check_request`, and its id must differ from
+        those of live requests."""
         self.live.join(sequence)
         self.waiting.push(sequence)
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
-        """End a request early, and return its last events; none if the request is unknown or has ended.
+        """End a request with ``abort``, free its blocks, and return its last events; none if the request is unknown or has
+        ended.
 
         Results still in flight for it are ignored when they arrive.
         """
@@ -83,12 +85,14 @@ class Scheduler:
         return self._finish(sequence, token_events.end_event(sequence, "abort"))
 
     def reap(self, now: float) -> list[TokenEvent]:
-        """End the requests that are past their deadline or have nothing to compute. Returns their last events."""
+        """End the requests that are past their deadline at `now` (seconds on the engine's clock) or have nothing to compute.
+        Returns their last events."""
         due = self.live.due(now)
         return [event for sequence, why in due for event in self._finish(sequence, token_events.end_event(sequence, why))]
 
     def apply(self, changes: TransferChanges) -> list[TokenEvent]:
-        """Apply the outcome of KV transfers, and return the resulting events."""
+        """Apply the outcome of KV transfers: failed sequences are queued again, dropped ones end, and first tokens are
+        appended. Returns the events to deliver."""
         for sequence in changes.dropped:
             self._drop(sequence)
         for sequence in changes.failed:
@@ -100,7 +104,11 @@ class Scheduler:
         return events
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Return the plan of the next step, or None if there is nothing to run or all of it is in flight."""
+        """Return the plan of the next step, which then counts as in flight, or None if there is nothing to run or all of it is
+        in flight.
+
+        Admits and preempts sequences. `now` is in seconds on the engine's clock; it decides which requests are overdue.
+        """
         drafts = [self._draft(dp_rank, now) for dp_rank in self.dp_ranks]
         self._admit(drafts, now)
         transfers = self._connector.plan_fields()
@@ -168,8 +176,8 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenEvent]:
         """Apply the result of the oldest step in flight, and return its token events.
 
-        Raises `ResultMismatch` if the result is of another step, lacks a token that the plan samples, has one that it does
-        not sample, or has prompt logprobs outside the prompt.
+        Raises `ResultMismatch` if the result is of another step, lacks a token that the plan samples, has one that it does not
+        sample, or has prompt logprobs outside the prompt.
         """
         if result.step != next(iter(self._in_flight), None):
             raise ResultMismatch(f"result of step {result.step}, steps in flight: {list(self._in_flight)}")

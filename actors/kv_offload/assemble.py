@@ -14,7 +14,8 @@ ReadBytes = Callable[[BlockPart], bytes | None]
 
 
 def assemble(kv_format: KVFormat, wanted: BlockPart, there: Iterable[BlockPart], load: ReadBytes) -> bytes | None:
-    """Returns the bytes of `wanted`, assembled from its overlaps with the stored parts `there`, or None if incomplete.
+    """Returns the bytes of `wanted`, assembled from its overlaps with the stored parts `there` of the same block, or None if
+    they do not cover it. `load` returns the bytes of one of these parts, or None.
 
     The largest overlaps are used first, and a part is loaded only if it contributes something that is still missing. A part
     that cannot be loaded, or whose size does not match its name, is treated as absent.
@@ -43,7 +44,7 @@ def assemble(kv_format: KVFormat, wanted: BlockPart, there: Iterable[BlockPart],
 
 
 def covers(wanted: BlockPart, there: Iterable[BlockPart]) -> bool:
-    """Whether `wanted` can be assembled from the parts `there`."""
+    """Returns whether the part `wanted` of a block can be assembled from the parts `there` of the same block."""
     missing = np.ones((len(wanted.layers), len(wanted.kv_heads), len(wanted.positions)), bool)
     for part in there:
         both = wanted.overlap(part)

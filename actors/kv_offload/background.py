@@ -32,9 +32,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def offer(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Queue a part to be written. Returns false if the queue is full or the writer is closed. Never blocks.
+        """Queue the bytes `data` of a block's part to be written. Returns false if the queue is full or the writer is closed.
+        Never blocks.
 
-        `place` is the index of the block in its sequence.
+        `place` is the index of the block in its sequence, see `SharedTier.load`.
         """
         with self._changed:
             if self._closed or self._waiting_bytes + len(data) > self.limit_bytes:
@@ -46,7 +47,7 @@ class BackgroundWriter:
             return True
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all queued parts have been written. Raises `TimeoutError` after `timeout_s` seconds."""
+        """Wait until all queued parts have been written or have failed. Raises `TimeoutError` after `timeout_s` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting_bytes == 0, timeout_s):
                 raise TimeoutError(
@@ -54,7 +55,8 @@ class BackgroundWriter:
                 )
 
     def close(self, timeout_s: float) -> None:
-        """Write all queued parts and end the thread. Raises `TimeoutError` if that takes longer than `timeout_s` seconds."""
+        """Accept no more parts, write all queued ones and end the thread. Raises `TimeoutError` if that takes longer than
+        `timeout_s` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -64,7 +64,7 @@ class BlockPart:
         return len(self.layers) * len(self.kv_heads) * len(self.positions)
 
     def within(self, outer: BlockPart) -> BlockPart:
-        """Returns the same part relative to `outer`, which covers it: ranges count from the start of outer's."""
+        """Returns the same part with ranges that count from the starts of those of `outer`, a part that covers it."""
         return replace(
             self,
             layers=_shifted(self.layers, outer.layers.start),
@@ -85,15 +85,17 @@ class KVFormat:
 
     @classmethod
     def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, block_tokens: int) -> KVFormat:
-        """Returns the format of a model's KV in `dtype`, in blocks of `block_tokens` tokens."""
+        """Returns the format of a model's KV in `dtype`, in blocks of `block_tokens` tokens. `model_digest` identifies the
+        model's weights (`placement.model.digest`)."""
         return cls(model_digest, dtype, spec.kv_planes, spec.kv_dim, block_tokens)
 
     def num_bytes(self, part: BlockPart) -> int:
-        """Returns the size of a part in bytes."""
+        """Returns the size in bytes of the values of a part."""
         return part.size * self.planes * self.kv_dim * DTYPE_BYTES[self.dtype]
 
     def name(self, block_hash: bytes) -> BlockName:
-        """Returns the name of the block with this hash. It differs between models, dtypes and value formats."""
+        """Returns the name of the block with the prefix hash `block_hash` (`actors.engine.kv.prefix`). It differs between
+        models, dtypes and value formats."""
         kv_format = f"{self.model_digest}/{self.dtype}/{self.planes}x{self.kv_dim}/{self.block_tokens}/".encode()
         return hashlib.sha256(_FORMAT + kv_format + block_hash).hexdigest()
 

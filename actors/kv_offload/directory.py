@@ -64,6 +64,7 @@ class DirectoryTier:
             self._warn_once(error)
 
     def parts(self, block: BlockName) -> list[BlockPart]:
+        """See `SharedTier.parts`."""
         try:
             names = os.listdir(key_layout.folder(self._own, block))
         except OSError:
@@ -71,6 +72,7 @@ class DirectoryTier:
         return [part for name in names if (part := BlockPart.parse(name)) is not None]
 
     def load(self, block: BlockName, part: BlockPart, place: int = 0) -> bytes | None:
+        """See `SharedTier.load`. A damaged file is a miss, is counted and logged, and is removed."""
         path = key_layout.folder(self._own, block) / str(part)
         try:
             content = path.read_bytes()
@@ -88,6 +90,8 @@ class DirectoryTier:
         return data
 
     def store(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
+        """See `SharedTier.store`. Removes the least recently used files to make room. Returns false if the part exceeds the
+        limit, pinned blocks leave no room, or the directory cannot be written; each kind of failure is logged once."""
         path, content = key_layout.folder(self._own, block) / str(part), encode(block, part, data)
         if path.is_file() and path not in self._condemned:
             self._used(path, place)
@@ -107,21 +111,23 @@ class DirectoryTier:
             return self._warn_once(error)
 
     def pin(self, blocks: Iterable[BlockName]) -> None:
+        """See `SharedTier.pin`."""
         with self._pins_lock:
             self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[BlockName]) -> None:
+        """See `SharedTier.unpin`."""
         with self._pins_lock:
             self._pins.subtract(blocks)
             self._pins = +self._pins
 
     def close(self) -> None:
-        """Close the ledger. The tier cannot be used afterwards."""
+        """See `SharedTier.close`. The tier cannot be used afterwards; call this once."""
         self._ledger.close()
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all files according to the ledger; the files are counted if the ledger has no number."""
+        """Total size of all files in bytes according to the ledger; the files are counted if the ledger has no number."""
         total = self._ledger.total
         return key_layout.num_bytes(self._own) if total is None else total
 

@@ -32,15 +32,16 @@ class _Header(Message):
 
 
 def encode(block: BlockName, part: BlockPart, data: bytes) -> bytes:
-    """Returns the content of the file of a part."""
+    """Returns the content of the file of a block's part whose values are the bytes `data`: a checksum, a header that names the
+    part, and `data`."""
     header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=len(data)).pack()
     body = b"".join((_LENGTH.pack(len(header)), header, data))
     return b"".join((_MAGIC, _checksum(body), body))
 
 
 def decode(content: bytes, block: BlockName, part: BlockPart) -> bytes | None:
-    """Returns the bytes of this part of this block from the content of a file, or None if the file is damaged or belongs to
-    another part."""
+    """Returns the values of this part of this block from the content of its file (the inverse of `encode`), or None if the file
+    is damaged, of another version, or belongs to another part."""
     start = len(_MAGIC) + _SUM_BYTES
     body = content[start:]
     if len(body) < _LENGTH.size or content[:start] != _MAGIC + _checksum(body):
@@ -56,7 +57,7 @@ def decode(content: bytes, block: BlockName, part: BlockPart) -> bytes | None:
 
 
 def file_bytes(block: BlockName, part: BlockPart, num_bytes: int) -> int:
-    """Returns the size of the file of a part whose data has `num_bytes`."""
+    """Returns the size in bytes of the file that `encode` makes for a part whose values have `num_bytes` bytes."""
     header = _Header(version=VERSION, block=block, piece=str(part), num_bytes=num_bytes).pack()
     return len(_MAGIC) + _SUM_BYTES + _LENGTH.size + len(header) + num_bytes
 

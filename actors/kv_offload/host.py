@@ -27,7 +27,7 @@ class HostTier:
             return list(self._held.get(block, ()))
 
     def load(self, block: BlockName, part: BlockPart) -> bytes | None:
-        """Returns the bytes of a part, or None if it is not stored. Counts as a use of its block."""
+        """Returns the bytes of exactly this part of a block, or None if it is not stored. Counts as a use of its block."""
         with self._lock:
             found = self._held.get(block, {}).get(part)
             if found is not None:
@@ -35,7 +35,8 @@ class HostTier:
             return found
 
     def store(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
-        """Store a part, evicting less recently used blocks if needed. Returns false if too much is pinned to make room."""
+        """Store the bytes of a part, or replace them, evicting less recently used blocks if needed. Returns false, and changes
+        nothing, if the part does not fit because it is too large or too much is pinned."""
         with self._lock:
             before = len(self._held.get(block, {}).get(part, b""))
             if not self._make_room(block, len(data) - before):
@@ -51,7 +52,7 @@ class HostTier:
             self._pins.update(blocks)
 
     def unpin(self, blocks: Iterable[BlockName]) -> None:
-        """Undo one `pin` of each block."""
+        """Undo one `pin` of each block. `AssertionError` if a block is unpinned more often than it was pinned."""
         with self._lock:
             for block in blocks:
                 assert self._pins[block] > 0, f"block {block} is unpinned more often than it was pinned"

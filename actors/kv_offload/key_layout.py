@@ -42,20 +42,20 @@ _WORKS = "give a directory that can be made and written on every machine with ra
 
 
 def folder(own: Path, block: BlockName) -> Path:
-    """Returns the folder of the parts of a block."""
+    """Returns the folder of the parts of a block, in the tier's folder `own`. It need not exist."""
     return own / block[:2] / block
 
 
 def unfinished(path: Path) -> Path:
-    """Returns a temporary path next to `path`, for a file that is being written."""
+    """Returns a new temporary path next to `path`, for the content of that file while it is being written."""
     return path.with_name(f".new-{uuid.uuid4().hex}")
 
 
 def files(own: Path) -> Iterator[tuple[int, int, Path]]:
     """Yields (time of last use, size in bytes, path) of every file in the tier's folder `own` that counts towards its size.
 
-    These are the block parts, and unfinished files whose writer has not touched them for 600 s. The time is in ns since the
-    epoch. The order is arbitrary. Folders and files that cannot be read are skipped.
+    These are the block parts, and unfinished files whose writer has not touched them for 600 s. The time is in nanoseconds
+    since the epoch. The order is arbitrary. Folders and files that cannot be read are skipped.
     """
     for short in _folders(own, _SHORT):
         for block in _folders(short, _BLOCK):
@@ -67,7 +67,7 @@ def files(own: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def num_bytes(own: Path) -> int:
-    """Returns the total size of all `files`."""
+    """Returns the total size in bytes of all `files` in the tier's folder `own`."""
     return sum(size for _, size, _ in files(own))
 
 

@@ -31,12 +31,13 @@ class Ledger:
         return int(text) if text.isdigit() else None
 
     def write(self, total: int) -> None:
-        """Store `total` as the total size in bytes. Raises `OSError`."""
+        """Store `total` as the total size in bytes; the caller holds the lock. Raises `OSError` if it cannot be written."""
         os.pwrite(self._file, f"{total:<{_DIGITS}d}".encode(), 0)
 
     @contextmanager
     def locked(self, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-        """Hold the lock, which excludes all other threads and processes. Raises `TimeoutError` after `wait_s` seconds."""
+        """Hold the lock while the ``with`` block runs, which excludes all other threads and processes. Raises `TimeoutError` if
+        it is not free within `wait_s` seconds, and `OSError` if the file cannot be locked."""
         deadline = time.monotonic() + wait_s
         if not self._lock.acquire(timeout=wait_s):  # a file lock does not exclude threads of one process
             raise TimeoutError(self._busy(wait_s))
@@ -50,7 +51,7 @@ class Ledger:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the file. The ledger cannot be used afterwards."""
+        """Close the file. The ledger cannot be used afterwards; a second call raises `OSError`."""
         os.close(self._file)
 
     def _turn(self, deadline: float, wait_s: float) -> None:

@@ -54,11 +54,12 @@ class KVOffloadWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a fetch is in progress, so that `poll` must be called."""
+        """Whether a fetch has not been reported by `poll` yet, so that it must be called."""
         return self._num_open > 0
 
     def before(self, plan: StepPlan) -> None:
-        """Save the blocks that `plan` names, and begin its fetches. Called before the step."""
+        """Save the blocks that `plan` names for this rank's DP rank, and begin its fetches on the worker's thread. Called
+        before the step; returns once the values are copied to host memory."""
         for save in plan.saves:
             if save.dp_rank == self._dp_rank:
                 table = PageTable(self._held.ownership, save.blocks)
@@ -70,7 +71,8 @@ class KVOffloadWorker:
                 self._asked.put(fetch)
 
     def poll(self) -> KVReport | None:
-        """Returns the fetches that have completed since the last call, or None if there are none. Never blocks."""
+        """Returns the number of blocks found by each fetch that has completed since the last call, with the tier statistics
+        since the last report; None if no fetch has completed. Never blocks."""
         with self._lock:
             done, self._done = self._done, {}
         self._num_open -= len(done)
@@ -81,7 +83,8 @@ class KVOffloadWorker:
         return KVReport(world_rank=self._rank, fetched=done, tier_hits=fresh)
 
     def close(self) -> None:
-        """End the thread, and write all queued parts to the shared tier."""
+        """End the thread after its fetches, and write all queued parts to the shared tier. Raises `TimeoutError` if the writes
+        take longer than 30 seconds."""
         self._asked.put(None)
         self._thread.join()
         self.tiers.close()
@@ -112,11 +115,11 @@ class NoKVOffloadWorker:
     is_busy = False
 
     def before(self, plan: StepPlan) -> None:
-        """Does nothing."""
+        """See `KVOffloadWorker.before`. Does nothing."""
 
     def poll(self) -> KVReport | None:
-        """Returns None."""
+        """See `KVOffloadWorker.poll`. Returns None."""
         return None
 
     def close(self) -> None:
-        """Does nothing."""
+        """See `KVOffloadWorker.close`. Does nothing."""

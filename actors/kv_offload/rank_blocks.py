@@ -36,14 +36,16 @@ class RankBlocks:
         self._reads = [copy for copy in handoff(spec, tier, side, window) if copy.destination == world_rank]
 
     def parts(self, place: int) -> list[BlockPart]:
-        """Returns the parts that the rank needs of the block at `place` of a sequence; none if only other ranks hold it."""
+        """Returns the parts that the rank needs of the block with index `place` in a sequence; none if only other ranks hold
+        it."""
         return [part for _, part in self._of_block(self._reads, place)]
 
     def save(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
-        """Save this rank's parts of the blocks at `places` of a sequence: all of them to host memory, and its share to the
-        shared tier. Returns the number of bytes shared.
+        """Save this rank's parts of the blocks with indices `places` in a sequence: all of them to host memory, and its share
+        to the shared tier. Returns the number of bytes queued for the shared tier.
 
-        `names` are the names of the blocks, and `table` the pages of the sequence. The values must have been computed.
+        `names` are the names of these blocks, and `table` the pages of the sequence. The values must have been computed. Parts
+        for which a tier has no room are left out. Raises `ValueError` if `places` and `names` differ in length.
         """
         total = 0
         for place, name in zip(places, names, strict=True):
@@ -57,10 +59,11 @@ class RankBlocks:
         return total
 
     def load(self, places: range, names: Sequence[BlockName], table: PageTable) -> int:
-        """Fill this rank's pages with the blocks at `places`. Returns the number of blocks filled, counted from the first.
+        """Fill this rank's pages with the blocks with indices `places` in a sequence. Returns the number of blocks filled,
+        counted from the first. `names` are the names of these blocks, and `table` the pages of the sequence.
 
         Loading stops at the first block that cannot be loaded whole; its pages and all later ones are not modified. The ranks
-        of a side must agree on the least of their counts.
+        of a side must agree on the least of their counts. Raises `ValueError` if `places` and `names` differ in length.
         """
         for index, (place, name) in enumerate(zip(places, names, strict=True)):
             needed = list(self._of_block(self._reads, place))

@@ -16,11 +16,12 @@ class SharedTier(Protocol):
     """A store of block parts by name. Safe for concurrent use by threads and processes."""
 
     def parts(self, block: BlockName) -> list[BlockPart]:
-        """Returns the stored parts of a block."""
+        """Returns the stored parts of a block; none if it is unknown or cannot be read. Does not count as a use."""
         ...
 
     def load(self, block: BlockName, part: BlockPart, place: int = 0) -> bytes | None:
-        """Returns the bytes of a part as they were stored, or None for a miss. Counts as a use of the part.
+        """Returns the bytes of exactly this part of a block as they were stored, or None for a miss. Counts as a use of the
+        part.
 
         `place` is the index of the block in its sequence. Among parts used together, here and in `store`, those at later places
         are evicted first, because a block is useless without the blocks before it.
@@ -28,8 +29,8 @@ class SharedTier(Protocol):
         ...
 
     def store(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Store a part. Returns false if it could not be stored. The part is stored whole or not at all, even if the process is
-        killed."""
+        """Store the bytes `data` of a part. Returns whether it is stored now, by this call or an earlier one. It is stored
+        whole or not at all, even if the process is killed. `place` is explained in `load`."""
         ...
 
     def pin(self, blocks: Iterable[BlockName]) -> None:
@@ -37,7 +38,7 @@ class SharedTier(Protocol):
         ...
 
     def unpin(self, blocks: Iterable[BlockName]) -> None:
-        """Undo one `pin` of each block."""
+        """Undo one `pin` of each block; a block that is not pinned is ignored."""
         ...
 
     def close(self) -> None:

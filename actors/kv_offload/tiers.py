@@ -38,13 +38,14 @@ class Tiers:
         return 0 if self._writer is None else self._writer.num_turned_away + self._writer.num_failed
 
     def keep(self, block: BlockName, part: BlockPart, data: bytes) -> bool:
-        """Store a part in host memory. Returns false if pinned blocks leave no room. Raises `ValueError` if `data` does not
-        have the size of the part."""
+        """Store the bytes `data` of a block's part in host memory. Returns false if there is no room. Raises `ValueError` if
+        `data` does not have the size of the part."""
         self._check(block, part, data)
         return self.host.store(block, part, data)
 
     def share(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
-        """Queue a part to be written to the shared tier. Returns false if there is none, or the queue is full. Never blocks.
+        """Queue the bytes `data` of a block's part to be written to the shared tier. Returns false if there is none, or the
+        queue is full. Never blocks.
 
         `place` is the index of the block in its sequence. Raises `ValueError` if `data` does not have the size of the part.
         """
@@ -52,11 +53,13 @@ class Tiers:
         return self._writer is not None and self._writer.offer(block, part, data, place)
 
     def has(self, block: BlockName, wanted: BlockPart) -> bool:
-        """Whether the tiers hold everything that `wanted` needs. Checks names only: `fetch` detects damaged files."""
+        """Returns whether the tiers hold everything that the part `wanted` of a block needs. Checks names only: `fetch` detects
+        damaged files."""
         return covers(wanted, self._everything(block))
 
     def count(self, blocks: Sequence[BlockName], wanted: Iterable[BlockPart]) -> int:
-        """Returns the length of the prefix hit: the number of `blocks`, from the first on, with all `wanted` parts."""
+        """Returns the length of the prefix hit: the number of `blocks`, from the first on, of which the tiers hold all `wanted`
+        parts."""
         parts = list(wanted)
         for index, block in enumerate(blocks):
             if not all(self.has(block, part) for part in parts):
@@ -64,9 +67,9 @@ class Tiers:
         return len(blocks)
 
     def fetch(self, block: BlockName, wanted: BlockPart, place: int = 0) -> bytes | None:
-        """Returns the bytes of a part, assembled from whatever parts were written, or None for a miss.
+        """Returns the bytes of the part `wanted` of a block, assembled from whatever parts were written, or None for a miss.
 
-        `place` is the index of the block in its sequence.
+        What the shared tier contributed is then kept in host memory too. `place` is the index of the block in its sequence.
         """
         data = assemble(self.kv_format, wanted, self.host.parts(block), lambda part: self.host.load(block, part))
         if data is not None:
@@ -79,24 +82,26 @@ class Tiers:
         return data
 
     def pin(self, blocks: Sequence[BlockName]) -> None:
-        """Protect blocks that are about to be fetched from eviction, until `unpin`."""
+        """Protect blocks that are about to be fetched from eviction, in both tiers, until `unpin`."""
         self.host.pin(blocks)
         if self.shared is not None:
             self.shared.pin(blocks)
 
     def unpin(self, blocks: Sequence[BlockName]) -> None:
-        """Undo one `pin` of each block."""
+        """Undo one `pin` of each block. `AssertionError` if a block is unpinned more often than it was pinned."""
         self.host.unpin(blocks)
         if self.shared is not None:
             self.shared.unpin(blocks)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all shared parts have been written. Raises `TimeoutError` after `timeout_s` seconds."""
+        """Wait until all parts queued for the shared tier have been written or have failed. Raises `TimeoutError` after
+        `timeout_s` seconds."""
         if self._writer is not None:
             self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write all queued parts, then close the shared tier. Raises `TimeoutError` after `timeout_s` seconds."""
+        """Write all queued parts, then close the shared tier; does nothing without one. Raises `TimeoutError`, and leaves the
+        tier open, if the writes take longer than `timeout_s` seconds."""
         if self._writer is not None and self.shared is not None:
             self._writer.close(timeout_s)
             self.shared.close()

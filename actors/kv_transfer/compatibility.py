@@ -38,7 +38,8 @@ class Compatibility(Message):
 
     @classmethod
     def of(cls, spec: ModelSpec, model_digest: str, dtype: DType, transport: str) -> Compatibility:
-        """Returns the properties of a model with `model_digest`, served in `dtype` over `transport`."""
+        """Returns the properties of a model, served with KV values of `dtype`. `model_digest` identifies the model's weights
+        (`placement.model.digest`), and `transport` is the name and version of the transport."""
         return cls(
             model_digest=model_digest,
             dtype=dtype,
@@ -50,7 +51,8 @@ class Compatibility(Message):
         )
 
     def differences(self, other: Compatibility) -> Iterator[str]:
-        """Yields a description of every field that differs, with both values."""
+        """Yields a sentence for every field that differs between this side and `other`, with both values; nothing if KV can be
+        exchanged."""
         for field in type(self).model_fields:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:

@@ -61,9 +61,12 @@ class KVConnectorWorker:
         name: str,
         model_digest: str,
     ) -> KVConnectorWorker:
-        """Returns the KV connector of the rank that `config` describes. `name` is the name and version of the transport.
+        """Returns the KV connector of the rank that `config` and `identity` describe. Registers the pages of `cache` with
+        `transport`; `name` is the name and version of the transport, and `model_digest` identifies the model in the handshake
+        with peers.
 
-        Raises `ModelError` for a model whose KV cannot be handed off.
+        Raises `ModelError` for a model whose KV cannot be handed off, and `ValueError` for pages that the transport cannot
+        register.
         """
         held = next(each for each in holdings(config.spec, identity.side) if each.world_rank == config.world_rank)
         compatibility = Compatibility.of(config.spec, model_digest, config.dtype, name)
@@ -71,15 +74,17 @@ class KVConnectorWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress, so that `poll` must be called."""
+        """Whether a copy is being sent or is expected, so that `poll` must be called."""
         return bool(self._senders) or self._endpoint.num_expected > 0
 
     def watch(self, decoder: Decoder) -> None:
-        """Observe `decoder`, so that the KV of each range of layers is sent as soon as that range has run."""
+        """Observe `decoder`, so that the KV of each range of layers is sent as soon as that range has run. Called once, before
+        the first step."""
         decoder.watch(self._ranges, self._ran)
 
     def before(self, plan: StepPlan) -> None:
-        """Perform what a plan requests before its step: expect transfers, begin sends, and drop forgotten tickets."""
+        """Perform what `plan` requests of this rank's DP rank before its step: expect copies, connect to the readers of sends,
+        and drop forgotten tickets. A send that cannot begin is reported by `poll`, not raised."""
         dp_rank = self._side.dp_rank
         for expect in plan.expects:
             if expect.dp_rank == dp_rank:
@@ -94,16 +99,17 @@ class KVConnectorWorker:
         self._meet(plan)
 
     def after(self) -> None:
-        """Finish the step: start all writes that are still queued, and mark the positions that it computed as sent."""
+        """Finish the step: start all writes that are still queued, and mark the positions that the step computed as sent."""
         self._order.flush()
         for sender in self._running:
             sender.computed()
         self._running = []
 
     def poll(self) -> KVReport | None:
-        """Returns the progress since the last call, or None if there is none. Never blocks.
+        """Returns the progress since the last report, or None if there is none. Does not wait for writes or peers.
 
-        While writes are in progress, a report is returned at least once a second, even an empty one, as a heartbeat.
+        While a ticket is being sent, a report is returned at least once a second, even an empty one, as a heartbeat.
+        Disconnects the readers of failed tickets.
         """
         if self._endpoint.num_expected:
             self._report.arrived.extend(self._endpoint.poll())
@@ -120,7 +126,7 @@ class KVConnectorWorker:
         return found
 
     def close(self) -> None:
-        """Close the endpoint and its transport."""
+        """Close the endpoint and its transport. No write may be in progress."""
         self._endpoint.close()
 
     def _meet(self, plan: StepPlan) -> None:
@@ -193,20 +199,20 @@ class NoKVConnectorWorker:
     is_busy = False
 
     def watch(self, decoder: Decoder) -> None:
-        """Does nothing."""
+        """See `KVConnectorWorker.watch`. Does nothing."""
 
     def before(self, plan: StepPlan) -> None:
-        """Does nothing."""
+        """See `KVConnectorWorker.before`. Does nothing."""
 
     def after(self) -> None:
-        """Does nothing."""
+        """See `KVConnectorWorker.after`. Does nothing."""
 
     def poll(self) -> KVReport | None:
-        """Returns None."""
+        """See `KVConnectorWorker.poll`. Returns None."""
         return None
 
     def close(self) -> None:
-        """Does nothing."""
+        """See `KVConnectorWorker.close`. Does nothing."""
 
 
 def _cut(layers: range, count: int) -> list[range]:

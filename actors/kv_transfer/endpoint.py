@@ -63,7 +63,8 @@ class _Tag(Message):
 
     @classmethod
     def of(cls, name: str, part: Copy, staged_at: int | None) -> _Tag:
-        """Returns the tag of `part` of the copy `name`."""
+        """Returns the tag of `part`, a part of the copy named `name`. `staged_at` is its first byte in the reader's staging
+        buffer, or None if it is written straight into the pages."""
         positions = part.positions
         return cls(
             name=name,
@@ -115,7 +116,8 @@ class Sending:
         self._transfer, self._staging, self._staged_at = transfer, staging, staged_at
 
     def is_done(self) -> bool:
-        """Whether all bytes have arrived at the peer. Raises `TransferError` if the write has failed."""
+        """Returns whether all bytes have arrived at the peer. Raises `TransferError` if the write has failed. The staging run
+        is released once the bytes have arrived or the write has failed."""
         try:
             done = self._transfer.is_done()
         except TransferError:
@@ -156,7 +158,7 @@ class KVEndpoint:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of all copies sent."""
+        """Payload bytes of all writes that have begun."""
         return self._transport.bytes_sent
 
     @property
@@ -165,12 +167,13 @@ class KVEndpoint:
         return len(self._expected)
 
     def agent_metadata(self) -> bytes:
-        """Returns the packed agent metadata of this rank, the argument of a writer's `connect`."""
+        """Returns the packed agent metadata of this rank, the argument of a writer's `connect`. Raises `TransferError` if a
+        NIXL transport is closed."""
         description = self._transport.describe()
         return AgentMetadata(compatibility=self.compatibility, shape=self.shape, description=description).pack()
 
     def connect(self, agent_metadata: bytes) -> Peer:
-        """Connect to the rank with this agent metadata, so that `send` can write to it.
+        """Connect to the rank with this agent metadata, and return it, so that `send` can write to it.
 
         Raises `IncompatiblePeerError` if the two sides cannot exchange KV, and `TransferError` if the metadata cannot be read
         or the rank cannot be reached.
@@ -183,8 +186,9 @@ class KVEndpoint:
         return Peer(self._transport.connect(found.description), found.shape)
 
     def expect(self, name: str, copy: Copy, table: PageTable) -> CopyTarget:
-        """Prepare for a copy into the pages of `table`, and return its target. The caller must keep the pages allocated until
-        the copy has arrived or is forgotten.
+        """Prepare for a copy into the pages of `table`, this rank's pages of the sequence, and return its target for the
+        writers. `name` identifies the copy on both sides. The caller must keep the pages allocated until the copy has arrived
+        or is forgotten.
 
         The copy is staged if the staging buffer has room and its page ranges, as laid out on this side, are small. Raises
         `ValueError` if `name` is in use.
@@ -197,7 +201,7 @@ class KVEndpoint:
         return self._expected[name].target
 
     def forget(self, name: str) -> None:
-        """Stop expecting the copy `name`; does nothing if it is not expected.
+        """Stop expecting the copy `name`, and release its staging run; does nothing if it is not expected.
 
         Its pages must not be reused while its writer may still write, that is, before the writer has acknowledged the abort or
         has been disconnected.
@@ -207,13 +211,14 @@ class KVEndpoint:
             self._staging.release(expected.target.staged_at)
 
     def send(self, peer: Peer, name: str, copy: Copy, table: PageTable, target: CopyTarget, peer_table: PageTable) -> Sending:
-        """Begin to write a copy, or a part of one, to a connected peer, and return the write in progress.
+        """Begin to write a copy, or a part of one, to a connected peer, and return the write in progress. `name` is that of the
+        whole copy on the peer.
 
-        The values are read from the pages of `table`, and must have been computed. `name` is that of the whole copy on the
-        peer. They go to the pages of `peer_table` if `target.staged_at` is None, else to this byte of the peer's staging
-        buffer; for a part, that is the first byte of the part. Raises `StagingFullError` if this side's staging buffer has no
-        room (try again once another write is done), `TransferError` if the write cannot begin, and `ValueError` for byte
-        ranges outside the pools.
+        The values are read from this rank's pages of the sequence, `table`, and must have been computed. They go to the peer's
+        pages of the sequence, `peer_table`, if `target.staged_at` is None, else to this byte of the peer's staging buffer; for
+        a part, that is the first byte of the part. Raises `StagingFullError` if this side's staging buffer has no room (try
+        again once another write is done), `TransferError` if the write cannot begin, and `ValueError` for byte ranges outside
+        the pools.
         """
         tag = _Tag.of(name, copy, target.staged_at).pack()
         if target.staged_at is None:
@@ -236,14 +241,15 @@ class KVEndpoint:
             raise
 
     def poll(self) -> list[str]:
-        """Returns the names of the expected copies that have fully arrived since the last call, with values in their pages.
+        """Returns the names of the expected copies that have fully arrived since the last call, with values in their pages;
+        they are no longer expected.
 
-        Never blocks.
+        Does not wait for peers. Notices that match no expected copy are counted in `num_stray`.
         """
         return [name for notice in self._transport.poll() if (name := self._arrived(notice)) is not None]
 
     def disconnect(self, peer: Peer) -> None:
-        """Disconnect from `peer`, which ends the writes to it."""
+        """Disconnect from `peer`, which ends the writes to it; does nothing if it is not connected."""
         self._transport.disconnect(peer.name)
 
     def close(self) -> None:
@@ -286,7 +292,7 @@ class KVEndpoint:
         return len(ranges), ranges.num_bytes
 
     def num_bytes(self, copy: Copy) -> int:
-        """Returns the size of a copy in bytes."""
+        """Returns the size in bytes of the KV values of a copy."""
         return _num_units(copy) * self.shape.planes * self.shape.token_bytes
 
     def _settle(self) -> None:

@@ -30,7 +30,8 @@ class Switchboard:
             self.deliver()
 
     def deliver(self, count: int | None = None) -> int:
-        """Deliver the first `count` queued transfers (all if None) in the order in which they began. Returns their number."""
+        """Deliver the first `count` queued transfers (all if None) in the order in which they began. Returns the number
+        delivered."""
         with self._lock:
             now, self._waiting = self._waiting[:count], self._waiting[len(self._waiting[:count]) :]
         for transfer in now:
@@ -46,7 +47,7 @@ class LocalTransfer:
         self._state = "moving"
 
     def arrive(self) -> None:
-        """Copy the bytes into the peer's pools and notify it; the transfer is lost if the peer is gone."""
+        """Copy the bytes into the peer's pools and notify it; the transfer is lost if the peer is closed or disconnected."""
         reader = self._writer.board.transports.get(self._peer)
         if reader is None or not self._writer.knows(self._peer):
             self._state = "lost"
@@ -57,7 +58,7 @@ class LocalTransfer:
         self._state = "done"
 
     def is_done(self) -> bool:
-        """Whether the bytes have been delivered. Raises `TransferError` if the transfer is lost."""
+        """See `Transfer.is_done`. It is done once the switchboard has delivered it."""
         if self._state == "lost":
             raise TransferError(
                 f"peer {self._peer} closed before {self._ranges.num_bytes:,} bytes from {self._writer.name} arrived"
@@ -79,12 +80,15 @@ class LocalTransport:
         board.transports[name] = self
 
     def register(self, pools: Mapping[int, Tensor]) -> None:
+        """See `Transport.register`."""
         self.pools = checked_pools(pools)
 
     def describe(self) -> bytes:
+        """See `Transport.describe`. The description is the transport's name."""
         return self.name.encode()
 
     def connect(self, description: bytes) -> str:
+        """See `Transport.connect`."""
         name = description.decode("utf-8", "replace")
         if name not in self.board.transports:
             raise TransferError(f"there is no transport {name!r}: there are {sorted(self.board.transports)}")
@@ -92,6 +96,7 @@ class LocalTransport:
         return name
 
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> LocalTransfer:
+        """See `Transport.write`. The bytes arrive before it returns, unless the switchboard is held."""
         if peer not in self._peers or peer not in self.board.transports:
             raise TransferError(f"{self.name} is not connected to {peer!r}, only to {sorted(self._peers)}")
         ranges.check(_sizes(self.pools), _sizes(self.board.transports[peer].pools))
@@ -101,23 +106,26 @@ class LocalTransport:
         return transfer
 
     def knows(self, peer: str) -> bool:
-        """Whether this transport is connected to `peer`."""
+        """Returns whether this transport is connected to the transport named `peer`."""
         return peer in self._peers
 
     def notify(self, notice: Notice) -> None:
-        """Queue a notice for `poll`. Called from the writer's thread."""
+        """Queue a notice for `poll`. May be called from any thread; the writer's calls it."""
         with self._lock:
             self._notices.append(notice)
 
     def poll(self) -> list[Notice]:
+        """See `Transport.poll`."""
         with self._lock:
             found, self._notices = self._notices, []
         return found
 
     def disconnect(self, peer: str) -> None:
+        """See `Transport.disconnect`. Transfers to the peer that are not delivered yet are lost."""
         self._peers.discard(peer)
 
     def close(self) -> None:
+        """See `Transport.close`. Its name becomes free, and transfers to it that are not delivered yet are lost."""
         self.board.transports.pop(self.name, None)
         self._peers.clear()
 

@@ -44,7 +44,7 @@ class NixlTransfer:
         self._done = False
 
     def is_done(self) -> bool:
-        """Whether the bytes have arrived. Raises `TransferError` if the write has failed."""
+        """See `Transfer.is_done`. Also raises `TransferError` after the transport is closed."""
         if not self._done:
             try:
                 state = self._transport.agent.check_xfer_state(self._handle)
@@ -62,6 +62,7 @@ class TagOnly:
     """A write of a tag without data, which is done at once."""
 
     def is_done(self) -> bool:
+        """See `Transfer.is_done`. Always returns true."""
         return True
 
 
@@ -81,7 +82,8 @@ class NixlTransport:
 
     @property
     def agent(self) -> Any:
-        """The NIXL agent. Raises `TransferError` after `close`, and in a process forked from the one that created the agent."""
+        """The NIXL agent (`nixl_agent`). Raises `TransferError` after `close`, and in a process forked from the one that
+        created the agent."""
         if self._agent is None:
             raise TransferError(f"NIXL agent {self.name} has been closed")
         if os.getpid() != self._process:
@@ -92,6 +94,8 @@ class NixlTransport:
         return self._agent
 
     def register(self, pools: Mapping[int, Tensor]) -> None:
+        """See `Transport.register`. Also raises `ValueError` if the tensors are on several kinds of device, and `TransferError`
+        after `close`."""
         flat = checked_pools(pools)
         kinds = {tensor.device.type for tensor in flat.values()}
         if len(kinds) > 1:
@@ -103,10 +107,12 @@ class NixlTransport:
         self._registered = self.agent.register_memory(regions, self._memory, backends=[self._backend])
 
     def describe(self) -> bytes:
+        """See `Transport.describe`. Raises `TransferError` after `close`."""
         agent = self.agent.get_agent_metadata()
         return _Description(name=self.name, agent=agent, memory=self._memory, pools=self._pools).pack()
 
     def connect(self, description: bytes) -> str:
+        """See `Transport.connect`."""
         try:
             peer = _Description.unpack(description)
         except (ValidationError, ValueError, TypeError, msgpack.UnpackException) as error:
@@ -120,6 +126,7 @@ class NixlTransport:
         return peer.name
 
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> NixlTransfer | TagOnly:
+        """See `Transport.write`. The values must be complete: on a GPU, the caller synchronizes its stream first."""
         there = self._peers.get(peer)
         if there is None:
             raise TransferError(f"{self.name} is not connected to {peer!r}, only to {sorted(self._peers)}")
@@ -146,14 +153,17 @@ class NixlTransport:
         return handle
 
     def poll(self) -> list[Notice]:
+        """See `Transport.poll`. Raises `TransferError` after `close`."""
         notifications = self.agent.get_new_notifs(backends=[self._backend])
         return [Notice(peer, tag) for peer, tags in notifications.items() for tag in tags]
 
     def disconnect(self, peer: str) -> None:
+        """See `Transport.disconnect`."""
         if self._peers.pop(peer, None) is not None:
             self.agent.remove_remote_agent(peer)
 
     def close(self) -> None:
+        """See `Transport.close`. Calling this twice is harmless."""
         if self._agent is None:
             return
         for peer in list(self._peers):
@@ -165,7 +175,7 @@ class NixlTransport:
 
 
 def is_installed() -> bool:
-    """Whether NIXL can be imported."""
+    """Returns whether NIXL can be imported, and imports it if so."""
     try:
         _api()
     except TransferError:

@@ -63,17 +63,22 @@ class OutgoingCopies:
         }
 
     def connected(self, peers: dict[int, Peer]) -> None:
-        """Set the connected peers, by world rank. Must be called before the first `send`."""
+        """Set the connected peers, by the world rank of the reader. Must be called before the first `send`."""
         self._peers = peers
 
     def parts(self, layers: range, positions: range) -> list[OutgoingPart]:
-        """Returns the part of each copy that lies in `layers` at `positions`. Copies without such a part are omitted."""
+        """Returns the part of each copy that lies in `layers` (of the whole model) at `positions` of the sequence. Copies
+        without such a part are omitted."""
         cut = ((outgoing, outgoing.copy.within(layers, positions)) for outgoing in self._outgoing)
         return [OutgoingPart(outgoing, copy, self._endpoint.num_bytes(copy)) for outgoing, copy in cut if copy is not None]
 
     def send(self, part: OutgoingPart, blocks: list[int]) -> Sending:
-        """Begin to write a part. `blocks` are the sequence's pages on this rank. Raises `TransferError` if the write cannot be
-        begun, and `ValueError` for byte ranges outside the pools."""
+        """Begin to write a part, and return the write in progress. `blocks` is the block table of the sequence on this side, as
+        in step plans. If the staging buffer is full, the part is written straight into the reader's pages.
+
+        Raises `TransferError` if the write cannot be begun, `ValueError` for byte ranges outside the pools, and `KeyError` if
+        the reader is not among the peers of `connected`.
+        """
         rank = part.copy.destination
         staged_at = self._readers[rank].staged_at
         if staged_at is not None:

@@ -33,7 +33,7 @@ class CacheShape(Message):
 
     @classmethod
     def of(cls, cache: KVCache, held: Holding) -> CacheShape:
-        """Returns the geometry of `cache`, which stores the layers and KV heads of `held`."""
+        """Returns the geometry of `cache`, which stores the layers and KV heads that `held` names."""
         return cls(
             first_layer=held.layers.start,
             num_layers=len(held.layers),
@@ -46,7 +46,8 @@ class CacheShape(Message):
         )
 
     def runs_of(self, heads: range) -> NDArray[np.int64]:
-        """Returns the byte offsets at which the pages of `heads` begin in a layer's pool, plane by plane: [planes * heads]."""
+        """Returns the byte offsets at which the pages of `heads` (heads of the whole model) begin in a layer's pool, plane by
+        plane: [planes * heads]."""
         head_bytes = self.num_pages * self.page_tokens * self.token_bytes
         planes = np.arange(self.planes)[:, None] * self.num_heads
         own = np.arange(heads.start, heads.stop)[None, :] - self.first_head
@@ -56,7 +57,7 @@ class CacheShape(Message):
 
 def copy_ranges(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape, peer_table: PageTable) -> Ranges:
     """Returns the byte ranges that move `copy` from the pages of `table` in this rank's pools to the pages of `peer_table` in
-    the peer's pools."""
+    the peer's pools. `own` and `peers` are the geometries of the two caches."""
     runs = _merged(copy, own, table, peers, peer_table)
     starts, peer_starts = own.runs_of(copy.kv_heads), peers.runs_of(copy.kv_heads)
     count, heads = len(runs), len(starts)
@@ -83,7 +84,8 @@ def _merged(copy: Copy, own: CacheShape, table: PageTable, peers: CacheShape, pe
 
 
 def copy_slots(copy: Copy, table: PageTable) -> Tensor:
-    """Returns the cache slots of a copy's positions on one side, [positions] int64, in the order of the positions."""
+    """Returns the cache slots of a copy's positions on one side, whose pages of the sequence are `table`: [positions] int64, in
+    the order of the positions."""
     own = table.ownership.blocks(list(table.pages))
     slots = [table.slot(position, own) for span in copy.positions.spans() for position in span]
     return torch.tensor(slots, dtype=torch.int64)

@@ -49,19 +49,20 @@ class PromptSender:
         return self._outgoing.reader_metadata
 
     def connected(self, peers: dict[int, Peer]) -> None:
-        """Set the connected peers, by world rank. Must be called before the first step."""
+        """Set the connected peers, by the world rank of the reader. Must be called before the first step."""
         self._outgoing.connected(peers)
 
     def runs(self, tokens: int, new_blocks: list[int]) -> None:
-        """Begin a step, after which the first `tokens` tokens of the sequence are computed. `new_blocks` are the pages that the
-        step adds to the sequence."""
+        """Begin a step, after which the first `tokens` tokens of the sequence are computed. `new_blocks` are the entries that
+        the step adds to the sequence's block table (`Row.new_blocks`)."""
         self._blocks += new_blocks
         self._progress.begin_step(tokens)
 
     def ran(self, layers: range) -> None:
         """Send the step's positions in `layers`, which have just run, together with earlier layers that have not been sent.
 
-        Layers are held back until their parts reach `range_bytes` together; those of the last range are always sent.
+        Layers are held back until their parts reach `range_bytes` together; those of the last range are always sent. A write
+        that cannot begin, or a lease that is over, stops the sender and is not raised.
         """
         ready = self._progress.ready(layers)
         parts, is_last = self._outgoing.parts(ready, self._progress.window), ready.stop == self._outgoing.layers.stop
@@ -77,18 +78,21 @@ class PromptSender:
         self._held_up_s += time.thread_time() - began
 
     def computed(self) -> None:
-        """End the step, and mark its positions as sent."""
+        """End the step, whose positions have been sent in all layers unless the sender was stopped."""
         if self._progress.window and self.error is None:
             self._computed_at = time.monotonic()
             self._progress.step_sent()
         self._progress.end_step()
 
     def stop(self, reason: str) -> None:
-        """Start no further write. `reason` becomes the error, unless there is one already."""
+        """Start no further write; writes in progress continue. `reason` becomes the error, unless there is one already."""
         self.error = self.error or reason
 
     def poll(self) -> KVSent | None:
-        """Returns the result once no write is in progress and none will follow, else None. Never blocks."""
+        """Returns the result once no write is in progress and none will follow, else None. Does not wait for writes.
+
+        Writes that have not ended when the lease and the grace time are over are given up; `is_cut` is then true.
+        """
         for error in self._writes.poll():
             self.stop(error)
         if self._writes and time.monotonic() > self._cut_s:
@@ -193,7 +197,7 @@ class _Writes:
         return errors
 
     def abandon(self) -> None:
-        """Give up all writes in progress."""
+        """Give up all writes in progress, and release their staging runs. Their peers must be disconnected."""
         for sending in self._under_way:
             sending.abandon()
         self._set([])

@@ -22,20 +22,22 @@ class QueueOrder(Protocol):
     """Calls functions that read computed values, in the order in which the values are computed. Used by one thread."""
 
     def put(self, act: Act) -> None:
-        """Call `act` once all work queued so far has run. The call may be deferred to the next call of `put` or `flush`."""
+        """Call `act` once all work queued on the device so far has run. The call may be deferred to the next call of `put` or
+        `flush`. An exception of `act` is raised by the method that calls it."""
 
     def flush(self) -> None:
-        """Call every deferred function."""
+        """Call every deferred function now, in order."""
 
 
 class AtOnce:
     """The `QueueOrder` of a device whose operations are finished when they return: functions are called at once."""
 
     def put(self, act: Act) -> None:
+        """See `QueueOrder.put`. Calls `act` at once."""
         act()
 
     def flush(self) -> None:
-        """Does nothing: no function is deferred."""
+        """See `QueueOrder.flush`. Does nothing: no function is deferred."""
 
 
 class OneBehind:
@@ -50,12 +52,14 @@ class OneBehind:
         self._waiting: tuple[Any, Act] | None = None
 
     def put(self, act: Act) -> None:
+        """See `QueueOrder.put`. Calls the function of the previous `put`, and defers `act`."""
         moment = self._cuda.Event()
         moment.record(self._cuda.current_stream(self._device))
         self.flush()
         self._waiting = moment, act
 
     def flush(self) -> None:
+        """See `QueueOrder.flush`."""
         if self._waiting is None:
             return
         (moment, act), self._waiting = self._waiting, None
@@ -65,5 +69,5 @@ class OneBehind:
 
 
 def queue_order(device: torch.device) -> QueueOrder:
-    """Returns the `QueueOrder` of `device`."""
+    """Returns a new `QueueOrder` for computations on `device`: `OneBehind` for CUDA, else `AtOnce`."""
     return OneBehind(device) if device.type == "cuda" else AtOnce()

@@ -24,7 +24,7 @@ _ALIGN = 64
 
 
 def is_small(num_ranges: int, num_bytes: int) -> bool:
-    """Whether a copy of `num_bytes` in `num_ranges` ranges is cheaper to send as one staged range."""
+    """Returns whether a copy of `num_bytes` bytes in `num_ranges` byte ranges is cheaper to send as one staged range."""
     return num_ranges > 1 and num_bytes < num_ranges * STAGE_BELOW
 
 
@@ -38,11 +38,12 @@ class Staging:
 
     @property
     def num_reserved(self) -> int:
-        """Reserved bytes, alignment included."""
+        """Number of reserved bytes, alignment included."""
         return sum(end - start for start, end in self._taken.items())
 
     def reserve(self, num_bytes: int) -> int | None:
-        """Reserve a run of `num_bytes`. Returns its first byte, or None if there is no room at the moment."""
+        """Reserve a run of `num_bytes` bytes, rounded up for alignment. Returns the offset of its first byte, or None if there
+        is no room at the moment."""
         size, start = -(-num_bytes // _ALIGN) * _ALIGN, 0
         for taken, end in sorted(self._taken.items()):
             if taken - start >= size:
@@ -54,11 +55,12 @@ class Staging:
         return start
 
     def release(self, start: int) -> None:
-        """Release the run that begins at `start`. Raises `KeyError` if no run begins there."""
+        """Release the run that begins at byte `start`. Raises `KeyError` if no run begins there."""
         del self._taken[start]
 
     def view(self, start: int, cache: KVCache, copy: Copy) -> Tensor:
-        """Returns the run of `copy` at `start` as a view [layers, planes, heads, positions, kv_dim] in the cache's dtype."""
+        """Returns the values of `copy` staged from byte `start` on, as a view of the buffer: [layers, planes, heads, positions,
+        kv_dim] in the dtype of `cache`."""
         shape = (len(copy.layers), cache.planes, len(copy.kv_heads), len(copy.positions), cache.head_dim)
         size = cache.dtype.itemsize
         for extent in shape:
@@ -67,15 +69,16 @@ class Staging:
 
 
 def gather(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, into: Tensor) -> None:
-    """Copy the values of `copy` from `slots` of the cache into the staged run `into`. The cache's heads begin at
-    `first_head`."""
+    """Copy the values of `copy` from `slots` of the cache, [positions] as `copy_slots` returns them, into `into`, [layers,
+    planes, heads, positions, kv_dim]. `first_head` is the model's KV head with which the cache begins."""
     heads = slice(copy.kv_heads.start - first_head, copy.kv_heads.stop - first_head)
     for staged, layer in zip(into, copy.layers, strict=True):
         torch.index_select(cache.runs(layer)[:, heads], 2, slots.to(cache.device), out=staged)
 
 
 def scatter(cache: KVCache, first_head: int, copy: Copy, slots: Tensor, staged: Tensor) -> None:
-    """Copy a staged run into `slots` of the cache: the inverse of `gather`."""
+    """Copy the staged values of `copy`, [layers, planes, heads, positions, kv_dim], into `slots` of the cache: the inverse of
+    `gather`, which explains the parameters."""
     heads = slice(copy.kv_heads.start - first_head, copy.kv_heads.stop - first_head)
     for values, layer in zip(staged, copy.layers, strict=True):
         cache.runs(layer)[:, heads].index_copy_(2, slots.to(cache.device), values)

@@ -37,7 +37,8 @@ class Ranges:
 
     @classmethod
     def single(cls, pool: int, offset: int, peer_pool: int, peer_offset: int, length: int) -> Ranges:
-        """Returns one run: `length` bytes from byte `offset` of the writer's `pool` to byte `peer_offset` of `peer_pool`."""
+        """Returns ranges of one run: `length` bytes from byte `offset` of the writer's `pool` to byte `peer_offset` of
+        `peer_pool`."""
         return cls(np.array([[pool, offset, peer_pool, peer_offset, length]], np.int64))
 
     def __len__(self) -> int:
@@ -45,12 +46,12 @@ class Ranges:
 
     @property
     def num_bytes(self) -> int:
-        """Total length of all runs."""
+        """Total length of all runs in bytes."""
         return int(self.table[:, 4].sum())
 
     def check(self, own: Mapping[int, int], peers: Mapping[int, int]) -> None:
-        """Raises `ValueError` unless every run lies inside a pool on both sides. `own` and `peers` map pools to their sizes in
-        bytes.
+        """Raises `ValueError` unless every run lies inside a registered pool on both sides. `own` and `peers` map the writer's
+        and the peer's pools to their sizes in bytes.
 
         A write past the end of a pool would overwrite unrelated memory.
         """
@@ -76,7 +77,8 @@ class Transfer(Protocol):
     """A write in progress. The writer's bytes must not change until it is done."""
 
     def is_done(self) -> bool:
-        """Whether the bytes have arrived at the peer. Raises `TransferError` if the write has failed."""
+        """Returns whether the bytes have arrived at the peer, without waiting. Raises `TransferError` if the write has
+        failed."""
         ...
 
 
@@ -87,43 +89,47 @@ class Transport(Protocol):
     """Payload bytes of all writes so far."""
 
     def register(self, pools: Mapping[int, Tensor]) -> None:
-        """Register contiguous tensors as pools. Called once, before `describe`."""
+        """Register contiguous tensors as pools, by pool number: a layer, or `STAGING`. Called once, before `describe`; the
+        tensors must keep their memory. Raises `ValueError` if one is not contiguous."""
         ...
 
     def describe(self) -> bytes:
-        """Returns the description that a peer needs to write to this process."""
+        """Returns the packed description that a peer passes to its `connect` in order to write to this process's pools."""
         ...
 
     def connect(self, description: bytes) -> str:
-        """Connect to the peer with this description, and return its name. A new connection replaces an earlier one.
+        """Connect to the peer whose `describe` returned `description`, and return its name. A new connection replaces an
+        earlier one.
 
         Raises `TransferError` if the peer cannot be reached or its description cannot be read.
         """
         ...
 
     def write(self, peer: str, ranges: Ranges, tag: bytes) -> Transfer:
-        """Begin to write bytes of this process's pools into the peer's pools. The peer receives `tag` once all have arrived.
+        """Begin to write bytes of this process's pools into the pools of `peer`, a name that `connect` returned, and return the
+        write in progress. The peer receives `tag` once all bytes have arrived.
 
         Without ranges only the tag is sent. Raises `ValueError` for ranges outside the pools, and `TransferError` if the peer
-        is not connected.
+        is not connected or the write cannot begin.
         """
         ...
 
     def poll(self) -> list[Notice]:
-        """Returns the notices of the writes that have arrived since the last call. Never blocks."""
+        """Returns the notices of the peers' writes that have arrived here since the last call. Never blocks."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect from `peer`; does nothing if it is not connected."""
+        """Disconnect from the peer of this name, which ends the writes to it; does nothing if it is not connected."""
         ...
 
     def close(self) -> None:
-        """Deregister the pools. No transfer may be in progress."""
+        """Deregister the pools and disconnect all peers. No transfer may be in progress."""
         ...
 
 
 def checked_pools(pools: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Returns the pools as flat bytes. Raises `ValueError` if one is not contiguous, since byte offsets require contiguity."""
+    """Returns the pools as views of flat bytes, [bytes] uint8, by pool number. Raises `ValueError` if one is not contiguous,
+    since byte offsets require contiguity."""
     broken = [pool for pool, tensor in pools.items() if not tensor.is_contiguous()]
     if broken:
         raise ValueError(f"pools {broken} are not contiguous")

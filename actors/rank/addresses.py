@@ -23,10 +23,11 @@ class AddressError(OSError):
 
 
 def own_address(node: str, environment: Mapping[str, str]) -> str:
-    """Return the address on which ranks of this machine listen.
+    """Return the IP address on which ranks of this machine listen.
 
-    This is the address of `node` (an address or a name), unless `environment` names an interface. Raises `AddressError` if
-    there is no such interface or address.
+    This is the address of `node` (an address or a name, as Ray knows it), unless the variable ``GLOO_SOCKET_IFNAME`` of
+    `environment` (normally `os.environ`) names interfaces: then that of the first that exists. Raises `AddressError` if there
+    is no such interface or address.
     """
     wanted = [name for name in environment.get(INTERFACE_VARIABLE, "").split(",") if name]
     if not wanted:
@@ -43,7 +44,8 @@ def own_address(node: str, environment: Mapping[str, str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with this address; empty if none has it or the system does not report it."""
+    """Return the name of this machine's interface with the IPv4 address `address`; empty if none has it or the system does not
+    report it."""
     return next((name for name, found in interfaces().items() if found == address), "")
 
 

@@ -72,14 +72,19 @@ class Parts:
 
 
 def identity_of(config: RankConfig) -> RankIdentity:
-    """Return the identity of the rank of `config`. Make it once, and pass it to `load_decoder` and `put_together`."""
+    """Return the identity of the rank of `config`: its coordinates in the layout, its shard of the model, and its positions.
+    Make it once, and pass it to `load_decoder` and `put_together`."""
     return RankIdentity.of(config.spec, config.layout, config.world_rank, config.block_size)
 
 
 def load_decoder(
     config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None
 ) -> Decoder:
-    """Return the rank's stage of the decoder, loaded from its own slices of the checkpoint. Raises `ModelError`."""
+    """Return the rank's pipeline stage of the decoder on its device, loaded from the rank's own slices of the checkpoint.
+
+    `groups` has the rank's group along every parallel axis, by axis. `progress` is called with (bytes loaded, bytes in all).
+    Raises `ModelError` if the model cannot be served or the checkpoint does not fit it.
+    """
     own, dtype, device = identity.shard, DTYPES[config.dtype], torch.device(config.device)
     backend = _attention(config, identity, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
@@ -96,7 +101,12 @@ def load_decoder(
 def put_together(
     config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int
 ) -> Parts:
-    """Build the other parts around a loaded decoder. A collective call: all ranks of the replica call this."""
+    """Return the parts of a rank around a loaded decoder; allocates `num_blocks` KV pages, and opens the KV transport and tiers
+    if there are any. A collective call: all ranks of the replica call this.
+
+    Raises `ModelError` if the KV of the model cannot be handed off, `TransferError` if NIXL cannot be used, and
+    `DirectoryError` if the disk cache cannot.
+    """
     own, spec, dtype, device = identity.shard, config.spec, DTYPES[config.dtype], torch.device(config.device)
     cache = KVCaches.of(spec, own, num_blocks, config.block_size, dtype, device)
     shared = groups.get(mesh.HEAD_AXIS)

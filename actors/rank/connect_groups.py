@@ -14,9 +14,11 @@ from placement.model.spec import ModelSpec
 
 
 def connect(spec: ModelSpec, layout: Layout, world_rank: int, device: Device, rendezvous: Rendezvous) -> Mapping[str, Group]:
-    """Return the group of `world_rank` along every parallel axis of `spec` under `layout`, by axis.
+    """Return the group of `world_rank` along every parallel axis of `spec` under `layout` that communicates, by axis.
 
-    A collective call: all ranks call this with the same rendezvous. Raises `GroupError` if a peer does not join in time.
+    `device` is the type of the rank's device. A collective call: all ranks call this with the same `rendezvous`. Raises
+    `GroupError` if the rendezvous store is unreachable or another replica's, or if a peer does not join within
+    `rendezvous.timeout_s` seconds.
     """
     token, host, timeout_s = rendezvous.token, rendezvous.hosts[world_rank], rendezvous.timeout_s
     store = join_store(token, rendezvous.hosts[0], rendezvous.store_port, timeout_s)

@@ -20,8 +20,9 @@ def choose_backend(device_type: str, num_hosts: int) -> BackendName:
     """Return the backend of a group: NCCL between GPUs; between CPUs, shared memory if all members are on one host that
     supports it, else gloo.
 
-    Every member must choose the same backend, so the choice depends on nothing that differs between members of one group. (The
-    hosts of a cluster are assumed to have one architecture.)
+    `device_type` is ``cuda`` or ``cpu``; `num_hosts` is the number of different hosts of the group's members. Every member must
+    choose the same backend, so the choice depends on nothing that differs between members. (The hosts of a cluster are assumed
+    to have one architecture.)
     """
     if device_type == "cuda":
         return "nccl"
@@ -38,10 +39,12 @@ def connect_group(
     host: str = "127.0.0.1",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Group:
-    """Return the group of the world ranks `members` along `axis`. Every member calls this, in the same order of axes.
+    """Return the group of the world ranks `members` along `axis`, one of which is `world_rank`. Every member calls this, in the
+    same order of axes, and waits at most `timeout_s` seconds for the others.
 
-    `engine` is a name for this generation of the replica, which changes after a failure; it consists of letters, digits, dots
-    and underscores. `host` is the address of this rank for gloo. Raises `GroupError`, naming the ranks that did not join.
+    `store` is the rendezvous store of the replica. `engine` is a name for this generation of the replica, which changes after a
+    failure; it consists of letters, digits, dots and underscores. `host` is the address of this rank for gloo. Raises
+    `GroupError`, naming the ranks that did not join.
     """
     if len(members) == 1:
         return SoloGroup(axis)

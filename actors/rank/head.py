@@ -33,7 +33,7 @@ class LMHead(Protocol):
     is_shared: bool
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return fp32 logits `[rows, own vocabulary slice]`.
+        """Return fp32 logits `[rows, own vocabulary slice]` of hidden states.
 
         `rows` holds this DP rank's hidden states `[counts[dp_rank], hidden]`, and `counts` the number of rows of each DP rank.
         A shared head returns the logits of all DP ranks, in DP rank order; otherwise only this DP rank's.
@@ -49,6 +49,7 @@ class DPRankHead:
         self._decoder = decoder
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `LMHead.logits`. Returns only this DP rank's rows; `counts` is not used."""
         return self._decoder.logits(rows)
 
 
@@ -62,6 +63,7 @@ class StageHead:
         self._decoder, self._group, self._coords, self._tp = decoder, group, coords, tp
 
     def logits(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `LMHead.logits`. A collective call, which returns the rows of all DP ranks."""
         shares = [len(part) for count in counts for part in partition(count, self._tp)]
         own = partition(counts[self._coords.attn_dp], self._tp)[self._coords.tp]
         return self._decoder.logits(self._group.all_gather(rows[own.start : own.stop], shares))

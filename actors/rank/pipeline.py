@@ -41,9 +41,10 @@ class Pipeline:
         """Steps whose tokens have not been received, oldest first, and the ids of the sequences sampled in each."""
 
     def receive(self, rows: int) -> Tensor | None:
-        """Receive hidden states `[rows, hidden]` from the previous stage. Returns None on the first stage.
+        """Wait for hidden states `[rows, hidden]` of the previous stage and return them; None on the first stage.
 
-        Nothing is sent for zero rows, so an empty tensor is returned at once.
+        Nothing is sent for zero rows, so an empty tensor is returned at once. Raises `GroupError` if they do not arrive in
+        time.
         """
         if self.is_first:
             return None
@@ -53,14 +54,16 @@ class Pipeline:
             return self._pp.recv((rows, self._hidden_size), self._dtype, self._pp.rank - 1)
 
     def send(self, hidden: Tensor) -> None:
-        """Send hidden states `[rows, hidden]` to the next stage; does nothing for zero rows."""
+        """Send hidden states `[rows, hidden]` to the next stage, without waiting; does nothing for zero rows. Not called on the
+        last stage."""
         if len(hidden):
             self._pp.send(hidden, self._pp.rank + 1)
 
     def publish_tokens(self, tokens: Sequence[int] | None, count: int) -> list[int]:
-        """Send the `count` tokens of a step from the last stage to all ranks that have not sampled them, and return the tokens.
+        """Send the `count` token ids of a step from the last stage to all ranks that have not sampled them, and return them.
 
-        Called on every rank of the last stage. `tokens` is None on ranks that do not sample; these receive the tokens here.
+        Called on every rank of the last stage. `tokens` is None on ranks that do not sample (cp rank above 0); these receive
+        the tokens here.
         """
         if count == 0:
             return []
@@ -78,12 +81,14 @@ class Pipeline:
         return sampled
 
     def expect(self, step: int, sequence_ids: list[int]) -> None:
-        """Record that `step` samples a token for each of `sequence_ids`, which this stage receives unless it is the last."""
+        """Record that the step number `step` samples a token for each of `sequence_ids`, in this order, for `receive_tokens`.
+        Does nothing on the last stage, which samples them."""
         if sequence_ids and not self.is_last:
             self._unreceived.append((step, sequence_ids))
 
     def receive_tokens(self, through: int) -> Iterator[tuple[int, int]]:
-        """Receive the tokens of all steps up to `through` not received before. Yields (sequence id, token) pairs."""
+        """Wait for the tokens of all expected steps up to the step number `through` that were not received before. Yields
+        (sequence id, token id) pairs. The receives happen as the iterator advances."""
         while self._unreceived and self._unreceived[0][0] <= through:
             _, sequence_ids = self._unreceived.popleft()
             with self._waiting():

@@ -45,7 +45,8 @@ class Rank:
         self._decoder: Decoder
 
     def location(self, node_id: str, node: str) -> RankLocation:
-        """Return the place where this process runs. `node` is the address or name by which Ray knows the node.
+        """Return the place where this process runs. `node_id` is Ray's id of the node (empty: the host name is used), and
+        `node` the address or name by which Ray knows it.
 
         Raises `AddressError` if the node has no usable address.
         """
@@ -61,12 +62,14 @@ class Rank:
         )
 
     def serve_store(self, token: str, host: str) -> int:
-        """Serve the rendezvous store on a free port of `host` (world rank 0 only). Returns the port."""
+        """Serve the rendezvous store on a free port of the address `host` until this process ends (world rank 0 only). `token`
+        identifies this generation of the replica, see `Rendezvous`. Returns the port."""
         self._store, port = serve_store(token, host)
         return port
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Join this rank's communication groups. Raises `GroupError` if a peer does not join in time."""
+        """Join this rank's communication groups, together with all other ranks of the replica. Raises `GroupError` if the store
+        cannot be used or a peer does not join in time."""
         self._threads = self._config.threads_per_rank or _share_of_cores(
             self._config.layout, rendezvous, self._config.world_rank
         )
@@ -75,7 +78,8 @@ class Rank:
         self._groups = connect(config.spec, config.layout, config.world_rank, config.device, rendezvous)
 
     def load(self) -> Loaded:
-        """Build this rank's stage and load its own weight slices from the checkpoint. Raises `ModelError`."""
+        """Build this rank's stage and load its own weight slices from the checkpoint. Returns the bytes and seconds that this
+        took, and the device memory left. Raises `ModelError` if the model or its checkpoint cannot be used."""
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
         self._decoder = load_decoder(self._config, self.identity, self._groups, self._progress)
@@ -85,9 +89,10 @@ class Rank:
         return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
 
     def run(self, address: str, token: str, num_blocks: int) -> None:
-        """Allocate the KV pages, connect to the engine, and run its plans until the engine closes the link.
+        """Allocate `num_blocks` KV pages, connect to the engine's `ZmqEngineLink` at `address` with its `token`, and run its
+        plans until the engine closes the link.
 
-        Raises the exception of any failure that ends the rank earlier.
+        Raises the exception of any failure that ends the rank earlier; a failure in a step is reported to the engine first.
         """
         torch.set_num_threads(self._threads)
         parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks)
@@ -99,7 +104,7 @@ class Rank:
             self._status = self._status.model_copy(update={"state": "failed"})
 
     def status(self) -> RankStatus:
-        """Return the progress of this rank. Safe to call while another method runs."""
+        """Return the state and progress of this rank. Safe to call while another method runs."""
         return self._status
 
     def _stepped(self) -> None:

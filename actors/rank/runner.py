@@ -85,10 +85,11 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
-        """Apply a plan and run it.
+        """Apply a plan, the next in order, and run this rank's part of the forward pass, together with the other ranks of the
+        replica.
 
         Returns the DP rank's result on the last stage's sampling ranks (cp rank 0), and None on all other ranks. Raises
-        `PlanError` if the plan contradicts the state of this rank.
+        `PlanError` if the plan contradicts the state of this rank, and `GroupError` if another rank does not take part in time.
         """
         began, waited_s = time.perf_counter(), self._pipeline.waited_s
         mine, new_lens_across_dp = plan.of_dp_rank(self._place.dp_rank), plan.new_lens(self._place.dp_size)
@@ -101,7 +102,8 @@ class Runner:
         return None if result is None else result.model_copy(update={"seconds": seconds})
 
     def catch_up(self) -> None:
-        """Receive every token that the last stage has published, without waiting for a plan that needs them."""
+        """Receive and store every token of earlier steps that the last stage samples, even if no plan needs it yet. Waits for
+        them."""
         self._note(self._pipeline.receive_tokens(sys.maxsize))
 
     def _run(self, plan: StepPlan, rows: list[Row], new_lens_across_dp: NewLensAcrossDP, copy_offset: int) -> StepResult | None:

@@ -22,10 +22,11 @@ _GLANCE_S = 0.001
 
 
 def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda: None) -> None:
-    """Run the plans that arrive on `link` until it is closed. The output rank of each DP rank sends the results.
+    """Run the plans that arrive on `link` with the `parts` of a rank until the engine closes the link. Results and reports are
+    sent over it; only the output rank of each DP rank sends results.
 
-    `stepped` is called after every step. Any other exception is reported to the engine and raised again. The link and the
-    groups are closed in any case.
+    `stepped` is called after every step. An exception is reported to the engine and raised again. The link, the KV workers of
+    `parts` and the groups are closed in any case.
     """
     layout, coords = parts.config.layout, parts.identity.coords
     answers = parts.config.world_rank in mesh.output_ranks(layout)
@@ -59,7 +60,7 @@ def run_plans(parts: Parts, link: PlanLink, stepped: Callable[[], None] = lambda
 
 
 def close_groups(groups: Mapping[str, Group]) -> None:
-    """Leave every group."""
+    """Close every group of a rank, given by axis; no collective can follow."""
     for group in groups.values():
         group.close()
 

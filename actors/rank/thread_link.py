@@ -34,14 +34,16 @@ class ThreadLink:
         self.kv_reports: deque[KVReport] = deque()
 
     def end(self, world_rank: int) -> ThreadLinkEnd:
-        """Return the end of one rank."""
+        """Return the link's end for the thread of the rank with world rank `world_rank`."""
         return ThreadLinkEnd(world_rank, self._plans[world_rank], self._answers, self)
 
     def send(self, plan: StepPlan) -> None:
+        """See `RankLink.send`. Never raises."""
         for plans in self._plans:
             plans.put(plan)
 
     def receive(self, timeout_s: float) -> StepResult:
+        """See `RankLink.receive`."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -56,11 +58,13 @@ class ThreadLink:
                 return result
 
     def listen(self, timeout_s: float) -> None:
+        """See `RankLink.listen`. Never raises: the failure of a rank is raised by `receive`."""
         deadline = time.monotonic() + timeout_s
         while not self.kv_reports and time.monotonic() < deadline:
             time.sleep(_GLANCE_S)
 
     def close(self) -> None:
+        """See `RankLink.close`."""
         for plans in self._plans:
             plans.put(None)
 
@@ -78,6 +82,7 @@ class ThreadLinkEnd:
         self._world_rank, self._plans, self._answers, self._link = world_rank, plans, answers, link
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
+        """See `PlanLink.receive_plan`."""
         try:
             plan = self._plans.get(timeout=timeout_s)
         except queue.Empty:
@@ -87,19 +92,24 @@ class ThreadLinkEnd:
         return plan
 
     def send_result(self, result: StepResult) -> None:
+        """See `PlanLink.send_result`."""
         self._answers.put((self._world_rank, result))
 
     def send_busy(self, stage: int, seconds: float) -> None:
+        """See `PlanLink.send_busy`."""
         self._link.busy_s[stage] = seconds
 
     def send_experts(self, report: ExpertReport) -> None:
+        """See `PlanLink.send_experts`."""
         self._link.reports.append(report)
 
     def send_kv(self, report: KVReport) -> None:
+        """See `PlanLink.send_kv`."""
         self._link.kv_reports.append(report)
 
     def send_failure(self, reason: str) -> None:
+        """See `PlanLink.send_failure`."""
         self._answers.put(f"rank {self._world_rank} failed: {reason}")
 
     def close(self) -> None:
-        """Do nothing: this end holds no resources."""
+        """See `PlanLink.close`. Does nothing: this end holds no resources."""

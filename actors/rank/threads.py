@@ -75,15 +75,15 @@ class ThreadRanks:
         self._link.listen(timeout_s)
 
     def send(self, plan: StepPlan) -> None:
-        """Send `plan` to every rank. Several plans may be in flight."""
+        """See `RankLink.send`. Never raises."""
         self._link.send(plan)
 
     def receive(self, timeout_s: float) -> StepResult:
-        """Return the next result, in plan order. Raises `LinkTimeout`, or `LinkError` if a rank failed."""
+        """See `RankLink.receive`."""
         return self._link.receive(timeout_s)
 
     def close(self) -> None:
-        """Stop the ranks and wait for their threads. Calling this twice is harmless."""
+        """See `RankLink.close`. Waits for the ranks' threads; raises `RuntimeError` if one does not end within 60 seconds."""
         self._link.close()
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -98,9 +98,12 @@ def start_ranks(
     attach: Callable[[Parts], Parts] = lambda parts: parts,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[threading.Thread]:
-    """Start one thread per rank, and return the threads.
+    """Start one thread per rank of `config.layout`, and return the threads, in world rank order.
 
-    Each thread loads its rank's weights, then runs the plans that arrive on its link until the link is closed.
+    Each thread loads its rank's weights, allocates `num_blocks` KV pages, and runs the plans that arrive on
+    ``link_end(world_rank)`` until that link is closed. A failure is reported over the link. `attach` receives the parts of each
+    rank before the first plan, in the rank's thread, and returns the parts to use. `timeout_s` is the number of seconds that
+    one collective waits for its peers.
     """
     layout = config.layout
     groups = {axis: _groups_along(layout, axis, timeout_s) for axis in mesh.talking_axes(config.spec, layout)}

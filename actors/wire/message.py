@@ -23,11 +23,12 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def pack(self) -> bytes:
-        """Return this message as msgpack bytes."""
+        """Return this message as msgpack bytes, from which `unpack` makes an equal message."""
         packed: bytes = msgpack.packb(self.model_dump())
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Return the message packed in `data`. Raises `pydantic.ValidationError` or `msgpack.UnpackException` otherwise."""
+        """Return the message that `pack` has packed into `data`. Raises `ValueError` (`pydantic.ValidationError` is one),
+        `TypeError` or `msgpack.UnpackException` if `data` is not a message of this class."""
         return cls.model_validate(msgpack.unpackb(data, strict_map_key=False))

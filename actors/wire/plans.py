@@ -83,18 +83,18 @@ class StepPlan(Message):
         return sum(row.start for row in self.rows)
 
     def new_lens(self, dp_size: int) -> list[list[int]]:
-        """Return the number of new tokens of each row, per DP rank."""
+        """Return the number of tokens that each row runs, as one list of row lengths for each of the `dp_size` DP ranks."""
         return [[row.count for row in self.rows if row.dp_rank == dp_rank] for dp_rank in range(dp_size)]
 
     def of_dp_rank(self, dp_rank: int) -> StepPlan:
-        """Return the part of this plan for the ranks of one DP rank.
+        """Return a copy of this plan with only the started sequences and rows of the DP rank with index `dp_rank`.
 
-        It keeps all ended sequences, since sequence ids are unique across DP ranks.
+        It keeps all ended sequences, since sequence ids are unique across DP ranks, and all other fields.
         """
         started = [start for start in self.started if start.dp_rank == dp_rank]
         return self.model_copy(update={"started": started, "rows": [row for row in self.rows if row.dp_rank == dp_rank]})
 
     @property
     def is_work(self) -> bool:
-        """Whether the plan holds anything that must be sent to the ranks now."""
+        """Whether the plan has rows, or orders for KV transfers and tiers, that must be sent to the ranks now."""
         return bool(self.rows or self.expects or self.forgets or self.saves or self.fetches)

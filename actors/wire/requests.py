@@ -98,7 +98,8 @@ class TokenEvent(Message):
 
     @property
     def is_empty(self) -> bool:
-        """Whether this event carries no data and only confirms that a replica has the request (a heartbeat)."""
+        """Whether this event has no tokens, finish reason, prompt logprobs or ticket, and so only confirms that a replica has
+        the request (a heartbeat)."""
         return not (self.tokens or self.finish or self.prompt_logprobs or self.ticket)
 
 

@@ -17,7 +17,7 @@ class WorkKind(StrEnum):
 
     @classmethod
     def of(cls, request: GenerateRequest) -> WorkKind:
-        """Return the kind of work that `request` asks for."""
+        """Return the kind of work that `request` asks for: ``PROMPT`` if it carries a KV transfer ticket, else ``REQUEST``."""
         return cls.REQUEST if request.ticket is None else cls.PROMPT
 
 

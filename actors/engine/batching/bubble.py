@@ -29,14 +29,15 @@ class BubbleMeter:
         self._marks: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=_WINDOW + 1)
 
     def sent(self, now: float) -> None:
-        """Record that a plan was sent at `now`."""
+        """Record that a plan was sent at `now`, in seconds on the engine's clock."""
         if self._since is None:
             self._since = now
 
     def came_back(self, now: float, busy_s: Mapping[int, float], in_flight: int) -> None:
-        """Record that a result arrived at `now`, with `in_flight` plans left.
+        """Record that a result arrived at `now` (seconds on the engine's clock), after which `in_flight` plans still have no
+        result.
 
-        `busy_s` holds the busy seconds that each stage has reported so far.
+        `busy_s` holds the seconds that each stage has been busy since it started, by stage.
         """
         self.wall_s += 0.0 if self._since is None else now - self._since
         self.busy_s = sum(busy_s.values())
@@ -44,7 +45,8 @@ class BubbleMeter:
         self._marks.append((self.wall_s, self.busy_s))
 
     def bubble(self) -> float | None:
-        """Return the idle fraction over the latest results; None for a single stage, or before anything was measured."""
+        """Return the idle fraction of the stages' time (0 to 1) over the latest 256 results; None for a single stage, or before
+        anything was measured."""
         wall_s, busy_s = (last - first for first, last in zip(self._marks[0], self._marks[-1], strict=True))
         if self._stages == 1 or wall_s == 0 or busy_s == 0:
             return None

@@ -18,7 +18,8 @@ from actors.engine.sequences.sequence import Sequence, State
 
 
 def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
-    """Return the DP rank on which a sequence starts: the one with the lowest cost that has room for it; None if none has room.
+    """Return the one of `dp_ranks` on which `sequence` is to start: that with the lowest cost among those that have room; None
+    if none has room.
 
     The cost is a number of blocks: those that other sequences hold there and that `sequence` does not share, plus those that it
     would have to fill. A cached prefix thus attracts the sequence, until other sequences hold more blocks there than the prefix
@@ -29,7 +30,7 @@ def choose(dp_ranks: Iterable[DPRank], sequence: Sequence) -> DPRank | None:
 
 
 def dp_ranks_of(config: EngineConfig) -> list[DPRank]:
-    """Return the DP ranks of a new engine, without sequences."""
+    """Return the `config.dp_size` DP ranks of a new engine, in order, each without sequences and with an empty KV cache."""
     return [DPRank(index, config) for index in range(config.dp_size)]
 
 
@@ -46,7 +47,11 @@ class DPRank:
         self._config = config
 
     def plan_decodes(self, draft: Draft) -> None:
-        """Plan one token of each decoding sequence of the current micro-batch, preempting sequences if blocks run out."""
+        """Add one token of each decoding sequence of the current micro-batch to `draft`, and allocate the blocks for it.
+
+        If blocks run out, the least urgent sequences lose theirs: they are added to `draft.preempted`, for the caller to queue
+        again.
+        """
         decoding = [s for s in self.running if s.todo == 1 and not s.is_sampled_out(self._config.capacity)]
         stages, rows = self._config.stages, self._config.micro_batch_rows
         for sequence in micro_batches.next_decodes(decoding, draft.step, stages, rows):
@@ -55,7 +60,9 @@ class DPRank:
                 draft.run(sequence, 1)
 
     def plan_chunks(self, draft: Draft, waiting_tokens: int) -> None:
-        """Plan chunks of the prompts that have begun. `waiting_tokens` is the number of queued prompt tokens."""
+        """Add the next chunks of the prompts that run here to `draft`, within its budget, and set its prompt budget.
+        `waiting_tokens` is the number of queued prompt tokens, which pipeline stages take into account when they size
+        chunks."""
         in_sight = waiting_tokens + sum(s.todo for s in self.running if s.todo > 1)
         limit = micro_batches.prompt_tokens(in_sight, self._config.stages, self._config.micro_batch_tokens)
         draft.prompt_budget = draft.budget if limit is None else min(draft.budget, limit)
@@ -64,18 +71,20 @@ class DPRank:
                 self.run_chunk(sequence, draft)
 
     def run_chunk(self, sequence: Sequence, draft: Draft) -> None:
-        """Plan a prompt chunk of at least one token. Unless it is the last chunk, it ends at a block boundary if possible."""
+        """Add the next chunk of a prompt to `draft`: at least one token, at most the prompt budget, which must not be used up.
+        Unless it is the last chunk, it ends at a block boundary if possible."""
         count = min(sequence.todo, draft.prompt_budget, self._config.max_chunk_tokens)
         beyond_block = (sequence.num_planned + count) % self._config.block_size
         draft.run_prompt(sequence, count - beyond_block if count < sequence.todo and count > beyond_block else count)
 
     def is_open(self, draft: Draft) -> bool:
-        """Return whether this step may start sequences on this DP rank. A step that preempted may not."""
+        """Return whether the step of `draft` may start another sequence here: prompt tokens and a place among `max_sequences`
+        are left, and the step has preempted none."""
         num_here = len(self.running) + self.num_reserved
         return draft.prompt_budget > 0 and not draft.preempted and num_here < self._config.max_sequences
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Return whether there are enough blocks, cached or new, for all tokens of a sequence.
+        """Return whether there are enough blocks, cached or new, for all tokens that a waiting sequence has.
 
         One block is kept free for each running sequence to grow into; otherwise the next step might undo this admission.
         """
@@ -83,12 +92,13 @@ class DPRank:
         return self.pool.has_room(self._places(sequence, hits), hits, growing=[len(other.blocks) for other in self.running])
 
     def cost(self, sequence: Sequence) -> int:
-        """Return the cost in blocks of running `sequence` here. See `choose`."""
+        """Return the cost in blocks of running a waiting `sequence` here, as `choose` defines it."""
         hits = self._find(sequence)
         return self.pool.num_held - self.pool.count_held(hits) + len(self._places(sequence, hits))
 
     def take_in(self, sequence: Sequence) -> None:
-        """Allocate the blocks for all tokens of a sequence. The caller must check `has_room` first."""
+        """Allocate the blocks for all tokens of a waiting sequence, after the cached blocks of its prefix, whose tokens then
+        count as computed. `has_room` must be true. `run` makes the sequence a running one."""
         hits = self._find(sequence)
         self.pool.acquire(hits)
         sequence.blocks = hits + self.pool.allocate(self._places(sequence, hits))
@@ -99,12 +109,13 @@ class DPRank:
             sequence.cached_tokens = sequence.num_computed
 
     def run(self, sequence: Sequence) -> None:
-        """Add a sequence that has its blocks to the running ones."""
+        """Add a sequence that has its blocks to the running ones, by urgency, and set its state to ``RUNNING``."""
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.urgency)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Remove a running sequence, and free its blocks unless ranks still have to send them (`prefill_transfers.py`).
+        """Remove a running sequence. Its blocks are freed here, unless its request carries a KV transfer ticket: ranks may
+        still be sending them, and `PrefillTransfers` frees them later.
 
         This is safe while rows of the sequence are in flight: ranks run plans in order, so the next holder of the blocks writes
         to them later.
@@ -114,7 +125,8 @@ class DPRank:
             self.pool.free(sequence.blocks)
 
     def register(self, sequence: Sequence) -> range:
-        """Register the sequence's full blocks in the prefix cache. Returns the indices of the newly registered ones."""
+        """Register the full, computed blocks of a running sequence in the prefix cache. Returns the indices in its block table
+        of those that were not registered before; an empty range if the prefix cache is off."""
         full = sequence.num_computed // self._config.block_size
         if not self._config.prefix_cache or full == sequence.num_registered:
             return range(0)

@@ -28,7 +28,8 @@ class Draft:
     """The part of the budget that prompt chunks may still use."""
 
     def start(self, sequence: Sequence, sequence_id: int) -> None:
-        """Add the full state of a sequence to the plan, under the new id `sequence_id`."""
+        """Add the full state of a sequence that the ranks do not hold to the draft. `sequence_id` is the new id under which
+        later rows refer to it; it is stored in the sequence."""
         sampling = sequence.request.sampling
         if sampling.prompt_logprobs is not None and not sequence.scores_prompt:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
@@ -46,9 +47,10 @@ class Draft:
         )
 
     def run(self, sequence: Sequence, count: int) -> None:
-        """Add a row that runs the next `count` tokens of a sequence.
+        """Add a row that runs the next `count` tokens of a started sequence, and count them as planned.
 
-        If these are its last tokens, the row samples the next one, unless the request only scores its prompt.
+        If these are its last tokens, the row samples the next one, unless the request only scores its prompt. `count` must be
+        at least 1, and fit the budget and the tokens that remain.
         """
         assert 0 < count <= min(self.budget, sequence.todo), f"{count} tokens, budget {self.budget}, todo {sequence.todo}"
         samples = count == sequence.todo and sequence.request.max_tokens > 0
@@ -73,13 +75,17 @@ class Draft:
         sequence.last_step = self.step
 
     def run_prompt(self, sequence: Sequence, count: int) -> None:
-        """Add a row that runs a prompt chunk of `count` tokens, and charge it to the prompt budget."""
+        """Add a row like `run`, for a prompt chunk of `count` tokens, and charge it to the prompt budget too."""
         self.run(sequence, count)
         self.prompt_budget -= count
 
 
 def plan_of(drafts: Iterable[Draft], ended: list[int], settled: int) -> StepPlan:
-    """Return one plan with the rows of all drafts, in DP rank order."""
+    """Return the plan with the starts and rows of all `drafts` (at least one, in DP rank order, all of the same step).
+
+    `ended` has the ids of the sequences that ranks must drop, and `settled` is the newest step whose result has reached the
+    engine (-1 for none).
+    """
     started = [start for draft in drafts for start in draft.started]
     rows = [row for draft in drafts for row in draft.rows]
     return StepPlan(step=next(iter(drafts)).step, settled=settled, ended=ended, started=started, rows=rows)

@@ -27,15 +27,16 @@ _CHUNKS = 4
 
 
 def num_micro_batches(decoding: int, stages: int, rows: int) -> int:
-    """Return the number of micro-batches for `decoding` sequences: at most one per stage, of at least `rows` sequences."""
+    """Return the number of micro-batches into which `decoding` sequences are split: at most one for each of the pipeline
+    `stages`, none smaller than `rows` sequences, and at least one."""
     return min(stages, max(1, decoding // rows))
 
 
 def next_decodes(decoding: Several[Sequence], step: int, stages: int, rows: int) -> list[Sequence]:
-    """Return the decoding sequences that go into plan `step`, in the order of `decoding` (most urgent first).
+    """Return the sequences of `decoding` that go into plan number `step`, in the order of `decoding` (most urgent first).
 
-    With M micro-batches a plan takes one M-th of the sequences, preferring those whose last step is oldest. It takes none whose
-    token is being sampled by one of the previous M - 1 plans, which are still in the stages.
+    With M micro-batches (`num_micro_batches`) a plan takes one M-th of the sequences, preferring those whose last step is
+    oldest. It takes none whose token is being sampled by one of the previous M - 1 plans, which are still in the stages.
     """
     parts = num_micro_batches(len(decoding), stages, rows)
     ready = [s for s in decoding if s.num_awaited == 0 or (s.num_awaited == 1 and step - s.last_step >= parts)]
@@ -47,5 +48,9 @@ def next_decodes(decoding: Several[Sequence], step: int, stages: int, rows: int)
 
 
 def prompt_tokens(in_sight: int, stages: int, tokens: int) -> int | None:
-    """Return the maximum prompt tokens of a step when `in_sight` of them wait to be run; None for no limit (a single stage)."""
+    """Return the maximum number of prompt tokens of one step; None for no limit (a single stage).
+
+    `in_sight` is the number of prompt tokens that are running or queued, `stages` that of pipeline stages, and `tokens` the
+    least limit.
+    """
     return None if stages == 1 else max(tokens, -(-in_sight // (_CHUNKS * stages)))

@@ -46,7 +46,8 @@ class Balancing(BaseModel):
     ) -> Balancing | None:
         """Return the settings for a model under a layout, or None if it has no MoE layers or ``ep`` is 1.
 
-        `rebalance_every` sets `interval`, and `rebalance_skew` sets `skew`.
+        `element_bytes` is the size of one weight. `rebalance_every` sets `interval` (None: the default, 3000 steps), and
+        `rebalance_skew` sets `skew`.
         """
         if spec.moe is None or layout.ep == 1:
             return None
@@ -67,7 +68,8 @@ class Balancing(BaseModel):
 
     @property
     def horizon(self) -> int:
-        """Number of steps for which an expert map is assumed to be used."""
+        """Number of steps for which an expert map is assumed to be used when the cost of a move is weighed: `interval`, or 3000
+        if that is 0."""
         return self.interval or USUAL_INTERVAL
 
     @property

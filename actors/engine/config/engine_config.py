@@ -44,7 +44,7 @@ class DisaggregationConfig(BaseModel):
     """Seconds after a lease for writes that have begun to finish, and to cover the time that the ticket was in transit."""
 
     def ranks_of(self, dp_rank: int) -> frozenset[int]:
-        """Return the world ranks of a DP rank."""
+        """Return the world ranks that belong to the DP rank with index `dp_rank`."""
         return mesh.dp_rank_members(self.layout, dp_rank)
 
 
@@ -63,12 +63,13 @@ class OffloadConfig(BaseModel):
 
     @property
     def capacity(self) -> int:
-        """Number of blocks that the tiers can hold."""
+        """Number of blocks that the tiers can hold: that of the larger of a rank's host cache and its share of the
+        directory."""
         shared = self.tiers.disk_cache_bytes if self.tiers.disk_cache is not None else 0
         return max(self.tiers.host_cache, shared // self.layout.world) // self.block_bytes
 
     def ranks_of(self, dp_rank: int) -> frozenset[int]:
-        """Return the world ranks of a DP rank."""
+        """Return the world ranks that belong to the DP rank with index `dp_rank`."""
         return mesh.dp_rank_members(self.layout, dp_rank)
 
 
@@ -137,5 +138,5 @@ class EngineConfig(EngineLimits):
         return self.num_blocks * self.kv_owners * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks needed for `tokens` tokens."""
+        """Return the number of KV blocks needed for `tokens` tokens of one sequence, rounded up."""
         return -(-tokens // self.block_size)

@@ -47,7 +47,8 @@ class ExpertStats(BaseModel):
     """Number of experts moved to other slots since the ranks started."""
 
     def gauges(self) -> dict[str, float]:
-        """Return each number under its metric name, with its layer or rank as a label."""
+        """Return each number by metric name. Numbers of a layer or rank have it as a label after a colon, as in
+        ``experts_sent_bytes:rank=3``."""
         found = {"experts_straggler_share": self.straggler_share, "experts_moved": float(self.moved_experts)}
         by_layer: dict[str, Iterable[float]] = {
             "top_tokens": self.top_tokens,
@@ -160,8 +161,11 @@ class EngineStats(BaseModel):
     """Statistics of prefill/decode disaggregation; None for an engine that belongs to no pool."""
 
     def gauges(self) -> dict[str, float]:
-        """Return all scalar statistics by metric name, and those of experts by layer and rank:
-        ``experts_sent_bytes:rank=3``."""
+        """Return all statistics that are single numbers by metric name, with those of hand-offs, KV tiers and experts.
+
+        Names of hand-off statistics begin with ``handoff_``. A label follows a colon, as in ``experts_sent_bytes:rank=3`` or
+        ``tier_block_parts:tier=host``. Values that are None are omitted.
+        """
         plain = {name: float(value) for name, value in self.model_dump().items() if isinstance(value, (int, float))}
         handoff = {} if self.handoffs is None else self.handoffs.model_dump()
         plain |= {f"handoff_{name}": float(value) for name, value in handoff.items()}

@@ -22,52 +22,63 @@ class SchedulerKVConnector(Protocol):
     """The interface of a KV connector for the scheduler. Not thread-safe: only the scheduler's thread calls it."""
 
     def load(self, sequence: Sequence, now: float) -> bool:
-        """Start to load KV into the blocks that a sequence was just allocated, from a KV tier or a prefill pool.
+        """Start to load KV into the blocks that `sequence` was just allocated, from a KV tier or a prefill pool.
 
-        Returns whether anything is loaded. If so, the sequence waits until `loaded` returns it.
+        Returns whether anything is loaded. If so, the sequence waits until `loaded` returns it. `now` is in seconds on the
+        engine's clock, here and in the other methods.
         """
 
     def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
-        """Return the sequences of a DP rank whose blocks have been filled, each once.
+        """Return the sequences of the DP rank with index `dp_rank` whose blocks have been filled, each once.
 
         They run from their first token that is not computed.
         """
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """Handle the start of a sequence, which the next plan sends to the ranks."""
+        """Handle the start of `sequence`, which the next plan sends to the ranks. If its request has a KV transfer ticket, its
+        KV is sent to the decode pool as it is computed."""
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """Save the blocks at indices `places` of a sequence's block table, which are full and computed for the first time."""
+        """Order the ranks to save blocks of a sequence, which are full and computed for the first time, to the KV tiers.
+        `places` are their indices in the sequence's block table."""
 
     def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
-        """Handle the end of a sequence with the event `last`, before the scheduler changes the sequence's state.
+        """Handle the end of a sequence, before the scheduler changes its state. `last` is its last event.
 
-        Returns the events to deliver now. The connector delivers any others later.
+        Returns the events to deliver now. While the sequence's blocks are being sent, `last` is not among them: the connector
+        delivers it once they are sent.
         """
 
     def plan_fields(self) -> dict[str, object]:
-        """Return the fields of the next `StepPlan` that order KV transfers, each order once. Empty if there are none."""
+        """Return the fields of the next `StepPlan` that order KV transfers, by field name, and forget these orders. Empty if
+        there are none."""
 
 
 class NoKVConnector:
     """The KV connector of an engine without pools and KV tiers. It does nothing."""
 
     def load(self, sequence: Sequence, now: float) -> bool:
+        """See `SchedulerKVConnector.load`. Returns false."""
         return False
 
     def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
+        """See `SchedulerKVConnector.loaded`. Returns an empty list."""
         return []
 
     def started(self, sequence: Sequence, now: float) -> None:
+        """See `SchedulerKVConnector.started`. Does nothing."""
         pass
 
     def save(self, sequence: Sequence, places: range) -> None:
+        """See `SchedulerKVConnector.save`. Does nothing."""
         pass
 
     def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
+        """See `SchedulerKVConnector.finish`. Returns only `last`."""
         return [last]
 
     def plan_fields(self) -> dict[str, object]:
+        """See `SchedulerKVConnector.plan_fields`. Returns an empty dict."""
         return {}
 
 

@@ -59,23 +59,24 @@ class DecodeTransfer:
 
     @property
     def is_live(self) -> bool:
-        """Whether its sequence still waits for it."""
+        """Whether the sequence still waits for this transfer."""
         return self.state < DecodeTransferState.DRAINING
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all ranks have received their bytes."""
+        """Whether all ranks that receive a part of the KV have reported that their part has arrived."""
         return self.arrived == self.ranks
 
     @property
     def ends_s(self) -> float:
-        """Time at which the transfer is late: the end of the lease, or of the heartbeat timeout while data is missing."""
+        """Time in seconds on the engine's clock at which the transfer is late: the end of the lease, or that of the heartbeat
+        timeout if it is earlier and data is missing."""
         return (
             self.lease_ends_s if self.is_committed and self.has_arrived else min(self.lease_ends_s, self.heartbeat_deadline_s)
         )
 
     def advance(self, state: DecodeTransferState) -> None:
-        """Move to a later state."""
+        """Move to the later state `state`. An earlier or equal state is a programming error (`AssertionError`)."""
         assert state > self.state, f"decode transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
         self.state = state
 
@@ -112,20 +113,24 @@ class DecodeTransfers:
         return iter(self._open.values())
 
     def get(self, ticket_id: str) -> DecodeTransfer | None:
-        """Return the transfer with this ticket, or None if it is done or unknown."""
+        """Return the transfer with the ticket `ticket_id`, or None if it is done or unknown."""
         return self._open.get(ticket_id)
 
     def is_worth(self, sequence: Sequence) -> bool:
-        """Return whether a prompt should be handed off.
+        """Return whether the prompt of an admitted sequence should be handed off to the prefill pool.
 
-        This requires that at least `DisaggregationConfig.least_tokens` of its tokens are in neither the prefix cache
-        nor the KV tiers of this engine.
+        This requires that its request allows it, that it was not tried before, and that at least
+        `DisaggregationConfig.least_tokens` of its tokens are in neither the prefix cache nor the KV tiers of this engine. False
+        in an engine without a pool.
         """
         disaggregation = self._config.disaggregation
         return disaggregation is not None and sequence.reserves and sequence.todo >= disaggregation.least_tokens
 
     def reserve(self, sequence: Sequence, now: float) -> None:
-        """Reserve the blocks just allocated to `sequence` for its prompt, and order the ranks to prepare for the transfer."""
+        """Begin a transfer into the blocks just allocated to `sequence`, and order the ranks to prepare for it.
+
+        The lease of the blocks starts at `now`, in seconds on the engine's clock.
+        """
         disaggregation, request = self._disaggregation, sequence.request
         dp_rank = self._dp_ranks[sequence.dp_rank]
         transfer = DecodeTransfer(
@@ -152,7 +157,11 @@ class DecodeTransfers:
         )
 
     def on_report(self, report: KVReport, now: float) -> list[TokenEvent]:
-        """Handle the report of a rank. Returns events with the tickets that can now be issued."""
+        """Handle a rank's report of the tickets that it is ready for and of those whose bytes have arrived.
+
+        Returns one event, carrying the ticket, for each request all of whose ranks are now ready. `now` (seconds on the
+        engine's clock) starts the wait for the first heartbeat.
+        """
         events = []
         for ticket_id, reader in report.opened.items():
             transfer = self._open.get(ticket_id)
@@ -173,7 +182,8 @@ class DecodeTransfers:
         return events
 
     def ready(self, dp_rank: int) -> list[Sequence]:
-        """Return the sequences of a DP rank whose transfer is complete, and end these transfers."""
+        """Return the sequences of the DP rank with index `dp_rank` whose first token and bytes have all arrived, and end their
+        transfers."""
         found = [
             transfer
             for transfer in self
@@ -187,15 +197,17 @@ class DecodeTransfers:
         return [transfer.sequence for transfer in found]
 
     def on_heartbeat(self, transfer: DecodeTransfer, is_sent: bool, now: float) -> None:
-        """Handle a heartbeat of the prefill side. If `is_sent`, everything is sent and no further heartbeat is expected."""
+        """Handle a sign of life from the prefill side at `now` (seconds on the engine's clock), which defers the heartbeat
+        timeout. If `is_sent`, everything is sent and no further heartbeat is expected."""
         transfer.heartbeat_deadline_s = math.inf if is_sent else now + self._disaggregation.heartbeat_timeout_s
 
     def of(self, sequence: Sequence) -> DecodeTransfer:
-        """Return the live transfer of a reserved sequence."""
+        """Return the live transfer of `sequence`, which must be waiting for one (`StopIteration` otherwise)."""
         return next(transfer for transfer in self if transfer.sequence is sequence and transfer.is_live)
 
     def abandon(self, transfer: DecodeTransfer) -> None:
-        """End the wait of a transfer's sequence. The blocks are kept until the prefill side cannot write to them any more."""
+        """End the wait of the sequence of a live transfer. Its blocks are freed at once if no ticket was issued or everything
+        has arrived, else when the prefill side cannot write to them any more."""
         self._dp_ranks[transfer.dp_rank].num_reserved -= 1
         nobody_knows = transfer.state is DecodeTransferState.ASKED
         transfer.advance(DecodeTransferState.DRAINING)
@@ -203,14 +215,16 @@ class DecodeTransfers:
             self._free(transfer)
 
     def close(self, transfer: DecodeTransfer) -> None:
-        """Handle the report that the prefill side writes no more: free the blocks if the transfer is draining."""
+        """Handle the report that the prefill side writes no more for `transfer`: frees its blocks if it is draining, and does
+        nothing otherwise."""
         if transfer.state is DecodeTransferState.DRAINING:
             self._free(transfer)
 
     def expired(self, now: float) -> list[DecodeTransfer]:
-        """Return the live transfers whose lease is over before everything has arrived, or whose heartbeat is overdue.
+        """Return the live transfers that are late at `now`, in seconds on the engine's clock: those whose lease is over, or
+        whose heartbeat is overdue while data is missing. They stay live until the caller abandons them.
 
-        Also frees the blocks of draining transfers whose grace time is over.
+        Also frees the blocks of draining transfers whose lease and grace time are over.
         """
         late = [transfer for transfer in self if now >= transfer.ends_s]
         for transfer in late:

@@ -38,10 +38,7 @@ class Handoffs:
         return bool(self.decode_transfers) or bool(self.prefill_transfers) or bool(self.offload)
 
     def load(self, sequence: Sequence, now: float) -> bool:
-        """Start to fill the blocks of an admitted sequence from the KV tiers, or else from the prefill side.
-
-        Returns whether either fills them.
-        """
+        """See `SchedulerKVConnector.load`. The KV tiers are tried first, then the prefill side."""
         promised = self.offload.num_matched_blocks(sequence)
         if promised:
             self.offload.fetch(sequence, promised, now)
@@ -58,7 +55,7 @@ class Handoffs:
         return is_worth
 
     def loaded(self, dp_rank: int, now: float) -> list[Sequence]:
-        """Return the sequences of a DP rank whose blocks the KV tiers or the prefill side have filled.
+        """See `SchedulerKVConnector.loaded`.
 
         If the tiers have filled only a part, the rest of the prompt may be handed off to the prefill side first.
         """
@@ -73,16 +70,16 @@ class Handoffs:
         return found + received
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """Order the ranks to send the KV of a starting sequence if its request has a KV transfer ticket."""
+        """See `SchedulerKVConnector.started`."""
         if sequence.request.ticket is not None:
             self.prefill_transfers.begin(sequence, sequence.request.ticket, now)
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """Order the ranks to save these blocks to the KV tiers."""
+        """See `SchedulerKVConnector.save`."""
         self.offload.save(sequence, places)
 
     def finish(self, sequence: Sequence, last: TokenEvent) -> list[TokenEvent]:
-        """Handle the end of a sequence. While its blocks are being sent, the last event is held back."""
+        """See `SchedulerKVConnector.finish`. Also ends the wait of a sequence for blocks that are being filled."""
         if sequence.state is State.RESERVED and not self.offload.abandon(sequence):
             self.decode_transfers.abandon(self.decode_transfers.of(sequence))
         if sequence.request.ticket is None or sequence.state is not State.RUNNING:
@@ -93,11 +90,15 @@ class Handoffs:
         return self.stop(last if writes_no_more else last.model_copy(update={"finish": "abort"}))
 
     def stop(self, last: TokenEvent) -> list[TokenEvent]:
-        """Stop sending a prompt, and end it with `last` once no rank writes. Does nothing if the prompt is not being sent."""
+        """Stop sending the prompt whose ticket id is `last.request_id`, and end it with the event `last` once no rank writes.
+
+        Returns `last` if that is so already; otherwise an empty list, and `on_report` returns it later. Does nothing if the
+        prompt is not being sent.
+        """
         return _some(self.prefill_transfers.stop(last.request_id, last))
 
     def plan_fields(self) -> dict[str, object]:
-        """Return the fields of the next plan that order KV transfers, and clear them here."""
+        """See `SchedulerKVConnector.plan_fields`."""
         decode, prefill, offload = self.decode_transfers, self.prefill_transfers, self.offload
         updates = {"expects": decode.expects, "sends": prefill.sends, "forgets": decode.forgets + prefill.forgets}
         updates |= {"saves": offload.saves, "fetches": offload.fetches}
@@ -106,7 +107,8 @@ class Handoffs:
         return {name: orders for name, orders in updates.items() if orders}
 
     def poll(self, tickets: Iterable[str], now: float) -> TransferChanges:
-        """Give up late transfers. Returns their sequences, which this engine must compute itself, and the heartbeats now due.
+        """Give up late transfers. Returns their sequences (`failed`), which this engine must compute itself, and the heartbeats
+        now due (`events`).
 
         `tickets` holds the ids of the tickets whose prompts this engine has not computed yet. `now` is in seconds on the
         engine's clock. Call this between two steps, or while none is in flight.
@@ -118,16 +120,19 @@ class Handoffs:
         return TransferChanges(events=self.prefill_transfers.heartbeats(tickets, now) if self._in_pool else (), failed=failed)
 
     def on_report(self, report: KVReport, now: float) -> TransferChanges:
-        """Handle a rank's report on its KV transfers."""
+        """Handle a rank's report on its KV transfers at `now`, in seconds on the engine's clock. Returns the changes that
+        follow, which the caller must pass to `Scheduler.apply`."""
         self.offload.on_report(report)
         last, dropped = self.prefill_transfers.on_report(report, now)
         return TransferChanges(events=self.decode_transfers.on_report(report, now) + last, dropped=dropped)
 
     def on_remote_event(self, event: TokenEvent, now: float) -> TransferChanges:
-        """Handle an event for a ticket from the prefill side, or from the router that should have reached it.
+        """Handle an event whose request id is a ticket of this engine, from the prefill side or from the router that should
+        have reached it.
 
         The event is a heartbeat, the first token, or the end. If the prefill side failed, this engine computes the prompt
-        itself. An event for a ticket that is done changes nothing.
+        itself. Returns the changes for `Scheduler.apply`; none for a ticket that is done. `now` is in seconds on the engine's
+        clock.
         """
         transfer = self.decode_transfers.get(event.request_id)
         if transfer is None:
@@ -145,7 +150,8 @@ class Handoffs:
         return changes
 
     def on_result(self, now: float) -> None:
-        """Record that the result of a step arrived, which shows that all ranks are alive."""
+        """Record that the result of a step arrived at `now` (seconds on the engine's clock), which shows that all ranks are
+        alive."""
         self.prefill_transfers.ran(now)
 
     def _fall_back(self, transfer: DecodeTransfer) -> None:
@@ -154,7 +160,7 @@ class Handoffs:
         self.decode_transfers.counts.fallen_back += 1
 
     def stats(self) -> HandoffStats:
-        """Return the statistics of decode-side and prefill-side transfers."""
+        """Return the statistics of decode-side and prefill-side transfers since the ranks started."""
         decode, prefill = self.decode_transfers.counts, self.prefill_transfers.counts
         reserved = sum(transfer.is_live for transfer in self.decode_transfers)
         return HandoffStats(

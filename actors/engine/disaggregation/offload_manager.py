@@ -65,6 +65,7 @@ class _Believed:
     hashes: OrderedDict[BlockHash, None] = field(default_factory=OrderedDict)
 
     def add(self, block: BlockHash) -> None:
+        """Add a block as the newest one. Beyond the capacity the oldest blocks are dropped."""
         self.hashes[block] = None
         self.hashes.move_to_end(block)
         while len(self.hashes) > self.capacity:
@@ -101,11 +102,15 @@ class KVOffloadManager:
 
     @property
     def has_updates(self) -> bool:
-        """Whether there are orders for the ranks, which must be sent even if no sequence runs."""
+        """Whether orders for the ranks (saves or fetches) wait for the next plan, which must be sent even if no sequence
+        runs."""
         return bool(self.saves or self.fetches)
 
     def save(self, sequence: Sequence, places: range) -> None:
-        """Order the ranks to save those of a sequence's full and computed blocks that no tier holds yet."""
+        """Order the ranks to save blocks of a sequence that are full and computed, except for those expected in a tier already.
+
+        `places` are the blocks' indices in the sequence's block table. Does nothing without KV tiers.
+        """
         if self._offload is None:
             return
         fresh = [place for place in places if not self._is_there(sequence.chain.hashes[place])]
@@ -120,9 +125,11 @@ class KVOffloadManager:
             )
 
     def num_matched_blocks(self, sequence: Sequence) -> int:
-        """Return the number of blocks expected in a tier that follow the blocks found on the device.
+        """Return the number of blocks expected in a tier that directly follow the blocks of an admitted sequence found on the
+        device.
 
-        The block of the last token is never included, since its logits are needed.
+        The block of the last token is never included, since its logits are needed. It is 0 if the prompt is scored, if the
+        tiers were late for this sequence, or while a rank is late. May list a directory of the disk tier for each block.
         """
         if self._offload is None or sequence.scores_prompt or not self._config.prefix_cache:
             return 0
@@ -133,7 +140,10 @@ class KVOffloadManager:
         return next((index for index, block in enumerate(wanted) if not self._is_there(block)), len(wanted))
 
     def fetch(self, sequence: Sequence, count: int, now: float) -> None:
-        """Order the ranks to fill the next `count` blocks of a sequence from the tiers. All its blocks must be allocated."""
+        """Order the ranks to fill the next `count` blocks of a sequence from the tiers. All its blocks must be allocated.
+
+        The fetch is late `OffloadConfig.fetch_timeout_s` seconds after `now`, which is in seconds on the engine's clock.
+        """
         assert self._offload is not None
         ticket_id, first = f"{sequence.request.request_id}~{sequence.order}~{sequence.preemptions}", sequence.num_registered
         hashes = sequence.chain.hashes[first : first + count]
@@ -148,7 +158,8 @@ class KVOffloadManager:
         )
 
     def on_report(self, report: KVReport) -> None:
-        """Handle a rank's report of how many blocks of each fetch it has filled."""
+        """Handle a rank's report of how many blocks of each fetch it has filled. Blocks that were not found are saved again
+        once they are computed."""
         for ticket_id, found in report.fetched.items():
             fetch = self._under_way[ticket_id]
             fetch.waiting_for.discard(report.world_rank)
@@ -160,7 +171,8 @@ class KVOffloadManager:
         self.counts.hits.update(report.tier_hits)
 
     def ready(self, dp_rank: int) -> list[Sequence]:
-        """Return the sequences of a DP rank whose fetch is complete. The tokens found are counted as computed."""
+        """Return the sequences of the DP rank with index `dp_rank` whose fetch all ranks have reported, each once. The tokens
+        found are counted as computed."""
         done = {name: fetch for name, fetch in self._under_way.items() if fetch.dp_rank == dp_rank and not fetch.waiting_for}
         sequences = []
         for name, fetch in done.items():
@@ -177,7 +189,10 @@ class KVOffloadManager:
         return sequences
 
     def abandon(self, sequence: Sequence) -> bool:
-        """End a sequence's wait for its fetch. Returns whether it was waiting for one."""
+        """End the wait of `sequence` for its fetch. Returns whether it was waiting for one.
+
+        The blocks are freed once all ranks have reported the fetch, since they may still write to them.
+        """
         name = next((name for name, fetch in self._under_way.items() if fetch.sequence is sequence), None)
         if name is None:
             return False
@@ -189,7 +204,8 @@ class KVOffloadManager:
         return True
 
     def expired(self, now: float) -> list[Sequence]:
-        """Return the sequences whose blocks did not arrive in time. They lose their blocks, and do not use the tiers again."""
+        """Return the sequences whose fetch is late at `now`, in seconds on the engine's clock. They lose their blocks, and do
+        not use the tiers again. Also sets `is_stuck`."""
         late = [fetch for fetch in self._under_way.values() if fetch.waiting_for and now >= fetch.ends_s]
         self.is_stuck = bool(late)
         sequences = [fetch.sequence for fetch in late if fetch.sequence is not None]

@@ -50,7 +50,7 @@ class PrefillTransfer:
     state: PrefillTransferState = PrefillTransferState.COMPUTING
 
     def advance(self, state: PrefillTransferState) -> None:
-        """Move to a later state."""
+        """Move to the later state `state`. An earlier or equal state is a programming error (`AssertionError`)."""
         assert state > self.state, f"prefill transfer {self.ticket_id} cannot go from {self.state.name} to {state.name}"
         self.state = state
 
@@ -69,7 +69,7 @@ class PrefillTransferCounts:
 
     @property
     def overlap(self) -> float:
-        """The fraction of `busy_s` that overlapped with computation."""
+        """The fraction of `busy_s` that overlapped with computation, from 0 to 1; 0 if nothing was sent."""
         return 1 - self.exposed_s / self.busy_s if self.busy_s else 0.0
 
 
@@ -93,13 +93,16 @@ class PrefillTransfers:
         return len(self._open)
 
     def ran(self, now: float) -> None:
-        """Record that the result of a step arrived, which shows that all ranks are alive."""
+        """Record that the result of a step arrived at `now` (seconds on the engine's clock), which shows that all ranks are
+        alive."""
         self._last_result_s = now
 
     def heartbeats(self, tickets: Iterable[str], now: float) -> list[TokenEvent]:
-        """Return a heartbeat event for each of `tickets`, which wait or are computed, and for each ticket that is being sent.
+        """Return a heartbeat event for each ticket id of `tickets`, which wait or are computed, and for each ticket that is
+        being sent.
 
-        Returns none within a second of the previous heartbeats, or while a rank is silent, since it may be frozen.
+        Returns none within a second of the previous heartbeats, or while a sending rank is silent, since it may be frozen.
+        `now` is in seconds on the engine's clock.
         """
         if now < self._heartbeat_due_s or any(
             self._is_silent(rank, now) for each in self._open.values() for rank in each.waiting_for
@@ -113,7 +116,8 @@ class PrefillTransfers:
         return now - max(self._last_result_s, self._last_report_s.get(rank, -math.inf)) > _RANK_TIMEOUT_S
 
     def begin(self, sequence: Sequence, ticket: KVTicket, now: float) -> None:
-        """Order the ranks to send the KV of a sequence that starts now, as it is computed."""
+        """Order the ranks to send the KV of `sequence`, which starts at `now` (seconds on the engine's clock), as it is
+        computed. `ticket` is that of its request; its lease counts from the arrival of the request."""
         lease_s = max(0.0, sequence.arrival_s + ticket.lease_s - now)
         send = KVSend(
             ticket=ticket,
@@ -133,17 +137,18 @@ class PrefillTransfers:
         )
 
     def computed(self, ticket_id: str) -> TokenEvent | None:
-        """Record that a prompt is computed. From now on this object holds the blocks of its sequence.
+        """Record that the prompt of a ticket is computed. From now on this object holds the blocks of its sequence.
 
-        Returns the last event of the ticket if everything is sent already.
+        Returns the last event of the ticket if everything is sent already, and frees the blocks; otherwise None. Raises
+        `KeyError` if nothing is being sent for the ticket.
         """
         self._open[ticket_id].advance(PrefillTransferState.SENDING)
         return self._last_of(self._open[ticket_id])
 
     def stop(self, ticket_id: str, last: TokenEvent) -> TokenEvent | None:
-        """Stop sending for a ticket, and end it with `last`. Does nothing if it has ended.
+        """Stop sending for a ticket, and end it with the event `last`. Does nothing if it has ended or is being stopped.
 
-        Returns `last` if no rank writes any more; otherwise `on_report` returns it later.
+        Returns `last` if no rank writes any more; otherwise None, and `on_report` returns it later.
         """
         transfer = self._open.get(ticket_id)
         if transfer is None or transfer.state >= PrefillTransferState.STOPPING:
@@ -155,7 +160,7 @@ class PrefillTransfers:
         return self._last_of(transfer)
 
     def on_report(self, report: KVReport, now: float) -> tuple[list[TokenEvent], list[Sequence]]:
-        """Handle the report of a rank.
+        """Handle the report of a rank, received at `now` (seconds on the engine's clock).
 
         Returns the last events of the transfers that are done, and the sequences of failed transfers whose prompts are not
         computed yet and need not be.

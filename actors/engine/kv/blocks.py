@@ -54,17 +54,19 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that sequences hold."""
+        """Number of blocks that at least one sequence holds."""
         return self.num_blocks - self.num_available
 
     def count_held(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` are held by sequences."""
+        """Return how many of `blocks` (block numbers) are held by at least one sequence."""
         return sum(self._refs[block] > 0 for block in blocks)
 
     def has_room(self, places: range, hits: Iterable[int] = (), growing: Iterable[int] = ()) -> bool:
-        """Return whether every owner has enough blocks for `places` (indices in a block table) once `hits` are acquired.
+        """Return whether every owner has enough blocks for `places` (indices in a block table) once the cached blocks `hits`
+        are acquired.
 
-        `growing` holds the indices of blocks that other sequences must still be able to allocate afterwards.
+        `growing` holds the indices, in their block tables, of blocks that other sequences must still be able to allocate
+        afterwards.
         """
         left = [len(blank) + len(cached) for blank, cached in zip(self._blank, self._cached, strict=True)]
         for block in hits:
@@ -76,7 +78,8 @@ class BlockPool:
         return min(left) >= 0
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the blocks of the longest registered prefix of the hash chain `hashes`, without taking references."""
+        """Return the blocks of the longest registered prefix of the hash chain `hashes`, in order, without taking
+        references."""
         hits = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -86,14 +89,16 @@ class BlockPool:
         return hits
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, which `lookup` returned."""
+        """Add one reference to each of `blocks`, which `lookup` returned. Cached ones among them can then not be evicted."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._cached[block % self.owners][block]
             self._refs[block] += 1
 
     def allocate(self, places: range) -> list[int]:
-        """Allocate a block for each of `places` of a sequence, with one reference each. `has_room` must be true."""
+        """Return a new block for each of `places` (indices in a sequence's block table, which decide the owner), with one
+        reference each. Cached blocks are evicted where no blank one is left. `has_room` must be true (`AssertionError`
+        otherwise)."""
         assert self.has_room(places), f"blocks asked for places {places}, {self.num_available} available"
         return [self._take(place % self.owners) for place in places]
 
@@ -109,14 +114,16 @@ class BlockPool:
         return block
 
     def register(self, block: int, name: BlockHash) -> None:
-        """Register a full, computed block under its prefix hash. A duplicate is not registered."""
+        """Make `block`, which is full, computed and held by a sequence, findable under `name`, its prefix hash. Does nothing if
+        another block has this name, or the block has one."""
         assert self._refs[block] > 0, f"block {block} is registered but nobody holds it"
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name] = block
             self._name_of[block] = name
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a sequence. `blocks` are given in sequence order.
+        """Drop one reference to each of `blocks`, which are given in sequence order. Blocks without a reference become cached
+        if they are registered, else blank. `AssertionError` for a block without a reference.
 
         The last block is freed first, and so evicted first: a prefix hit needs the first blocks of a sequence.
         """
@@ -130,7 +137,7 @@ class BlockPool:
                     self._blank[block % self.owners].append(block)
 
     def check(self) -> None:
-        """Assert the pool's invariants (for tests)."""
+        """Raise `AssertionError` if the pool's invariants do not hold (for tests)."""
         in_use = {block for block, refs in enumerate(self._refs) if refs > 0}
         blank = {block for owned in self._blank for block in owned}
         cached = {block for owned in self._cached for block in owned}

@@ -18,13 +18,17 @@ BlockHash = bytes
 
 
 def root_hash(salt: str, length_class: int = 0) -> BlockHash:
-    """Return the parent hash of the first block. Sequences with different salts or length classes share no blocks."""
+    """Return the parent hash of a sequence's first block. Sequences with different salts or length classes share no blocks.
+
+    `salt` comes from the request; `length_class` is equal for sequences with the same rope (`RopeSpec.length_class`).
+    """
     prefix = b"shardwright/prefix/1\0" + struct.pack("<q", length_class)
     return hashlib.sha256(prefix + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """Return the hash of the block that follows `parent` and holds `tokens` (hashed as little-endian 64-bit integers)."""
+    """Return the SHA-256 hash of the block that follows the block with hash `parent` and holds the token ids `tokens` (hashed
+    as little-endian 64-bit integers)."""
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}q", *tokens)).digest()
 
 
@@ -37,7 +41,8 @@ class PrefixChain:
         self._block_size = block_size
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add the hashes of all full blocks of `tokens` that are not covered yet. Earlier calls must have covered a prefix."""
+        """Add the hashes of all full blocks of `tokens` that have none yet. `tokens` are all tokens of the sequence from its
+        start, and must begin with those of earlier calls."""
         size = self._block_size
         for start in range(len(self.hashes) * size, len(tokens) - size + 1, size):
             parent = self.hashes[-1] if self.hashes else self._root

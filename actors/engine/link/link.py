@@ -31,25 +31,27 @@ class PlanLink(Protocol):
     """A rank's end of the link."""
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
-        """Return the next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` if the engine has closed the link."""
+        """Return the next plan, after waiting for it. Raises `LinkTimeout` after `timeout_s` seconds, `LinkClosed` if the
+        engine has closed the link, and `LinkError` for a message that is no plan."""
 
     def send_result(self, result: StepResult) -> None:
-        """Send the result of a plan (only the output rank of each DP rank)."""
+        """Send the result of a plan, without waiting. Only the output rank of each DP rank calls this."""
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Report how many seconds this rank's stage has been busy so far.
+        """Report the total of seconds that the pipeline stage `stage` has been busy since the rank started.
 
-        One rank of each stage calls this. Stages are numbered in DP rank order.
+        One rank of each stage calls this. Stages are numbered over all DP ranks: ``dp_rank * stages + stage``.
         """
 
     def send_experts(self, report: ExpertReport) -> None:
-        """Report the load of this rank's experts, if a plan asked for it."""
+        """Send the load of this rank's experts to the engine, after a plan that asked for it."""
 
     def send_kv(self, report: KVReport) -> None:
-        """Report the progress of this rank's KV transfers. May be called at any time."""
+        """Send the progress of this rank's KV transfers to the engine. May be called at any time."""
 
     def send_failure(self, reason: str) -> None:
-        """Report to the engine that this rank has failed."""
+        """Report to the engine that this rank has failed. The engine's `RankLink.receive` then raises `LinkError` with
+        `reason`."""
 
     def close(self) -> None:
         """Release the resources of the link. Calling this twice is harmless."""
@@ -60,7 +62,8 @@ class RankLink(Protocol):
 
     @property
     def busy_s(self) -> Mapping[int, float]:
-        """Seconds that each pipeline stage has reported to be busy so far; empty with a single stage."""
+        """Total of seconds that each pipeline stage has reported to be busy, by stage (see `PlanLink.send_busy`); empty with a
+        single stage."""
 
     @property
     def reports(self) -> deque[ExpertReport]:
@@ -71,18 +74,19 @@ class RankLink(Protocol):
         """KV transfer reports of the ranks, oldest first. The reader removes them."""
 
     def listen(self, timeout_s: float) -> None:
-        """Wait for at most `timeout_s` until `kv_reports` has an entry, while no plan is in flight.
+        """Wait for at most `timeout_s` seconds until `kv_reports` has an entry, while no plan is in flight.
 
-        Raises `LinkError` if the ranks are lost.
+        Raises `LinkError` if the ranks are lost. Returns without an error when the time is over.
         """
 
     def send(self, plan: StepPlan) -> None:
-        """Send `plan` to every rank, without waiting. Raises `LinkError` if a rank is lost."""
+        """Send `plan` to every rank, without waiting. Raises `LinkError` if a rank is lost or the link is closed."""
 
     def receive(self, timeout_s: float) -> StepResult:
-        """Return the next result, joined over all DP ranks.
+        """Return the result of the oldest step without one, joined over all DP ranks, after waiting for it.
 
-        Raises `LinkTimeout` after `timeout_s`, and `LinkError` if the ranks are lost.
+        Raises `LinkTimeout` after `timeout_s` seconds, and `LinkError` if a rank failed or sent a malformed message. Reports
+        that arrive meanwhile are added to `busy_s`, `reports` and `kv_reports`.
         """
 
     def close(self) -> None:

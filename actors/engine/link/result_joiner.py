@@ -27,13 +27,14 @@ class ResultJoiner:
 
     @property
     def missing(self) -> list[int]:
-        """World ranks of the output ranks whose result of the oldest step is missing."""
+        """World ranks of the output ranks whose result of the oldest incomplete step is missing."""
         return [output_rank for output_rank, results in self._waiting.items() if not results]
 
     def add(self, output_rank: int, result: StepResult) -> StepResult | None:
-        """Add the result of a DP rank. Returns the joined result of the step if this was the last one missing, else None.
+        """Add the result that the output rank with world rank `output_rank` has sent. Returns the joined result of the step if
+        this was the last one missing, else None.
 
-        Raises `LinkError` if the DP ranks answer different steps.
+        Raises `LinkError` if the DP ranks answer different steps, and `KeyError` if the rank is no output rank.
         """
         self._waiting[output_rank].append(result)
         return (
@@ -42,7 +43,8 @@ class ResultJoiner:
 
 
 def joined(results: dict[int, StepResult]) -> StepResult:
-    """Join the results of a step, given by output rank. The time of the joined result is that of the slowest DP rank."""
+    """Return one result for a step from the results of its DP ranks, by output rank. Its time is that of the slowest DP rank.
+    Raises `LinkError` if the results are of different steps."""
     steps = {result.step for result in results.values()}
     if len(steps) > 1:
         found = ", ".join(f"rank {output_rank} step {result.step}" for output_rank, result in results.items())

@@ -29,17 +29,18 @@ class ScriptError(LinkError):
 
 
 def state_after(state: int, token: int) -> int:
-    """Return the model's state after it reads `token` in `state`. The initial state is 0."""
+    """Return the simulated model's state, a hash of the tokens so far, after it reads `token` in `state`. The initial state is
+    0."""
     return (state * 1_000_003 + token * 7919 + 12_345) % _PRIME
 
 
 def next_token(state: int, vocab_size: int) -> int:
-    """Return the token that the model generates in `state`."""
+    """Return the token id below `vocab_size` that the simulated model generates in `state`."""
     return (state >> 7) % vocab_size
 
 
 def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
-    """Return the `count` tokens that the simulated model (a hash of the history) generates after `prompt`, run alone."""
+    """Return the `count` token ids that the simulated model (a hash of the history) generates after `prompt`, run alone."""
     state = 0
     for token in prompt:
         state = state_after(state, token)
@@ -51,12 +52,12 @@ def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
 
 
 def logprob_of(state: int, token: int) -> TokenLogprob:
-    """Return an artificial logprob of `token` in `state`, different for different histories."""
+    """Return an artificial logprob of `token` in `state`, at most 0 and different for different histories."""
     return TokenLogprob(token=token, logprob=-((state + token) % 10_007) / 100)
 
 
 def prompt_logprobs(prompt: list[int]) -> list[TokenLogprob | None]:
-    """Return the expected prompt logprobs of `prompt`."""
+    """Return the logprobs that the simulated model reports for `prompt`: None for the first token, then one entry per token."""
     state, scores = 0, list[TokenLogprob | None]([None])
     for token, following in itertools.pairwise(prompt):
         state = state_after(state, token)
@@ -92,7 +93,8 @@ class ScriptedRank:
         """State of the model by (DP rank, owner, slot), in place of keys and values."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run the next plan and return its result. Raises `ScriptError` if the plan is inconsistent."""
+        """Run the next plan and return its result. Raises `ScriptError` if the plan is inconsistent with those before it, or
+        with the KV in its blocks, and `KeyError` for a row of an unknown sequence."""
         if plan.step != len(self.plans):
             raise ScriptError(f"plan {plan.step} after {len(self.plans)} plans")
         self.plans.append(plan)
@@ -190,10 +192,12 @@ class ScriptedLink:
         self._results: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def mute(self) -> None:
-        """Stop sending results, to simulate ranks that hang."""
+        """Stop sending results for later plans, to simulate ranks that hang."""
         self._is_mute = True
 
     def send(self, plan: StepPlan) -> None:
+        """See `RankLink.send`. Runs the plan before it returns; raises `ScriptError` if it is inconsistent, and `LinkClosed`
+        after `close`."""
         if self.is_closed:
             raise LinkClosed("the scripted ranks are closed")
         self._before_step(plan)
@@ -202,13 +206,15 @@ class ScriptedLink:
             self._results.put(result.pack())
 
     def receive(self, timeout_s: float) -> StepResult:
+        """See `RankLink.receive`. Raises only `LinkTimeout`."""
         try:
             return StepResult.unpack(self._results.get(timeout=timeout_s))
         except queue.Empty:
             raise LinkTimeout(f"no scripted result within {timeout_s:g} s") from None
 
     def listen(self, timeout_s: float) -> None:
-        """Do nothing: scripted ranks belong to no pool and send no KV reports."""
+        """See `RankLink.listen`. Does nothing: scripted ranks belong to no pool and send no KV reports."""
 
     def close(self) -> None:
+        """See `RankLink.close`. Later calls of `send` raise `LinkClosed`."""
         self.is_closed = True

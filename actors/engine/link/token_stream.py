@@ -57,12 +57,14 @@ class TokenSender:
         self._outbox: dict[tuple[str, bytes], list[TokenEvent]] = {}
 
     def connected(self, to: ReplyTo) -> bool:
-        """Return whether events can be sent to `to` now. The first call for an address starts to connect."""
+        """Return whether events can be sent to the ingress at `to` now. The first call for an address starts to connect and
+        usually returns false. Raises `zmq.ZMQError` for a malformed address."""
         with self._lock:
             return _can_send(self._socket(to.address))
 
     def send(self, to: ReplyTo, event: TokenEvent) -> None:
-        """Queue an event for the next `flush`. Raises `IngressGone` if the ingress is not connected."""
+        """Queue an event for the ingress at `to`, which the next `flush` sends. Raises `IngressGone` if the ingress is not
+        connected."""
         with self._lock:
             if not _can_send(self._socket(to.address)):
                 self._sockets.pop(to.address).close(linger=0)
@@ -70,7 +72,8 @@ class TokenSender:
             self._outbox.setdefault((to.address, to.secret), []).append(event)
 
     def flush(self) -> None:
-        """Send the queued events, as one message per ingress. Never waits; a message that cannot be sent is dropped."""
+        """Send the queued events, as one message per ingress. Never waits; a message that cannot be sent is dropped
+        silently."""
         with self._lock:
             outbox, self._outbox = self._outbox, {}
             for (address, secret), events in outbox.items():
@@ -115,7 +118,11 @@ class TokenReceiver:
 
     @classmethod
     def listen(cls, host: str, others: Callable[[TokenEvent], None] = lambda event: None) -> Self:
-        """Return a receiver bound to a port of `host` that the kernel chooses."""
+        """Return a receiver bound to a free TCP port of `host`, an address or interface of this machine. Its `reply_to` tells
+        engines where to send. Must be called on a running event loop; raises `zmq.ZMQError` if it cannot bind.
+
+        `others` is called, on the event loop, with each event whose request has no open queue.
+        """
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.rcvhwm = 0
         socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -124,15 +131,16 @@ class TokenReceiver:
         return cls(socket, ReplyTo(address=address, secret=secrets.token_bytes(16)), others)
 
     def open(self, request_id: str) -> asyncio.Queue[TokenEvent]:
-        """Return the queue into which the events of a request are put until `forget` is called."""
+        """Return the queue into which the events of a request are put, in order, until `forget` is called. A second call
+        returns the same queue."""
         return self._queues.setdefault(request_id, asyncio.Queue())
 
     def forget(self, request_id: str) -> None:
-        """Remove the queue of a request. Events that still arrive for it are passed to `others`."""
+        """Remove the queue of a request, if there is one. Events that still arrive for it are passed to `others`."""
         self._queues.pop(request_id, None)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close the socket. Open queues get no further events."""
         self._task.cancel()
         self._socket.close(linger=0)
 

@@ -95,7 +95,8 @@ class ZmqEngineLink:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until all ranks have registered. Raises `LinkTimeout` naming the missing ones, `LinkError` if a rank failed."""
+        """Wait until all ranks have registered. Raises `LinkTimeout`, naming the missing ones, after `timeout_s` seconds, and
+        `LinkError` if a rank failed."""
         deadline = time.monotonic() + timeout_s
         while len(self._peers) < self.world:
             if not _poll(self._socket, deadline):
@@ -104,6 +105,7 @@ class ZmqEngineLink:
             self._read()
 
     def send(self, plan: StepPlan) -> None:
+        """See `RankLink.send`."""
         data = plan.pack()
         for peer, rank in self._peers.items():
             try:
@@ -112,6 +114,7 @@ class ZmqEngineLink:
                 raise LinkError(f"plan {plan.step} cannot be sent to rank {rank}: {error}") from error
 
     def receive(self, timeout_s: float) -> StepResult:
+        """See `RankLink.receive`."""
         deadline = time.monotonic() + timeout_s
         while _poll(self._socket, deadline):
             result = self._read()
@@ -120,11 +123,13 @@ class ZmqEngineLink:
         raise LinkTimeout(f"no result from ranks {self._joiner.missing} within {timeout_s:g} s")
 
     def listen(self, timeout_s: float) -> None:
+        """See `RankLink.listen`."""
         deadline = time.monotonic() + timeout_s
         while not self.kv_reports and _poll(self._socket, deadline):
             self._read()
 
     def close(self) -> None:
+        """See `RankLink.close`. The messages to the ranks have one second to be sent."""
         if self._socket.closed:
             return
         for peer in self._peers:
@@ -188,7 +193,7 @@ class ZmqRankLink:
         self._send(HELLO, Hello(world_rank=world_rank, token=token).pack())
 
     def receive_plan(self, timeout_s: float) -> StepPlan:
-        """Return the next plan. Raises `LinkTimeout` after `timeout_s`, `LinkClosed` if the engine has closed the link."""
+        """See `PlanLink.receive_plan`."""
         if not _poll(self._socket, time.monotonic() + timeout_s):
             raise LinkTimeout(f"rank {self.world_rank}: no plan from {self.address} within {timeout_s:g} s")
         frames = self._socket.recv_multipart()
@@ -199,24 +204,27 @@ class ZmqRankLink:
         return _unpack(StepPlan, frames[1], "plan")
 
     def send_result(self, result: StepResult) -> None:
-        """Send the result of a plan (only the output rank of each DP rank)."""
+        """See `PlanLink.send_result`."""
         self._send(RESULT, result.pack())
 
     def send_busy(self, stage: int, seconds: float) -> None:
+        """See `PlanLink.send_busy`."""
         self._send(BUSY, Busy(stage=stage, seconds=seconds).pack())
 
     def send_experts(self, report: ExpertReport) -> None:
+        """See `PlanLink.send_experts`."""
         self._send(EXPERTS, report.pack())
 
     def send_kv(self, report: KVReport) -> None:
+        """See `PlanLink.send_kv`."""
         self._send(KV, report.pack())
 
     def send_failure(self, reason: str) -> None:
-        """Report to the engine that this rank has failed. The engine's `receive` then raises `LinkError` with `reason`."""
+        """See `PlanLink.send_failure`."""
         self._send(FAILED, reason.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Release the socket. Pending messages have one second to be sent. Calling this twice is harmless."""
+        """See `PlanLink.close`. Pending messages have one second to be sent."""
         self._socket.close(linger=1000)
 
     def _send(self, kind: bytes, data: bytes) -> None:

@@ -29,7 +29,7 @@ class EventDelivery:
         return request_id in self._callbacks
 
     def open(self, request_id: str, deliver: Deliver) -> None:
-        """Register the callback of a new request.
+        """Register `deliver` as the callback for the events of a new request.
 
         Does not take this object's lock: the caller holds its own lock here, and a callback, which runs under this object's
         lock, may take the caller's.
@@ -37,7 +37,8 @@ class EventDelivery:
         self._callbacks[request_id] = deliver
 
     def deliver(self, events: Iterable[TokenEvent]) -> list[str]:
-        """Deliver the events of a step.
+        """Pass each of `events` to the callback of its request, then call `flush`. Events of requests that have ended are
+        dropped.
 
         Returns the ids of requests whose callbacks raised. They are removed here, and the caller must cancel them.
         """
@@ -55,7 +56,7 @@ class EventDelivery:
         return self._call(callback, event)
 
     def fail_all(self, reason: str) -> None:
-        """End every live request with an ``error`` event."""
+        """End every live request with an ``error`` event whose text is `reason`, then call `flush`."""
         with self._lock:
             while self._callbacks:
                 request_id, callback = self._callbacks.popitem()

@@ -18,7 +18,8 @@ class TenantCounters:
         self._requests: Counter[str] = Counter()
 
     def join(self, tenant: str) -> None:
-        """Record that a request of `tenant` arrived."""
+        """Record that a request of `tenant` arrived. If it is the tenant's only one, the tenant's counter is raised to the
+        minimum of the active tenants."""
         if self._requests[tenant] == 0:
             floor = min((self._served[other] for other, n in self._requests.items() if n > 0), default=0)
             self._drop_up_to(floor)
@@ -26,7 +27,8 @@ class TenantCounters:
         self._requests[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Record that a request of `tenant` ended. When no request of any tenant is left, all counters restart at 0."""
+        """Record that a request of `tenant`, for which `join` was called, ended. When no request of any tenant is left, all
+        counters restart at 0."""
         self._requests[tenant] -= 1
         if self._requests[tenant] == 0:
             del self._requests[tenant]
@@ -34,11 +36,12 @@ class TenantCounters:
                 self._served.clear()
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Record that `tokens` tokens were run for `tenant`."""
+        """Add `tokens`, the number of tokens that were run, to the counter of `tenant`. Raises `KeyError` if it has no
+        counter."""
         self._served[tenant] += tokens
 
     def served(self, tenant: str) -> int:
-        """Return the token counter of `tenant`, which must have a request."""
+        """Return the token counter of `tenant`, which must have a request (`KeyError` otherwise)."""
         return self._served[tenant]
 
     def _drop_up_to(self, floor: int) -> None:

@@ -25,7 +25,7 @@ class LiveRequests:
         return len(self._live)
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return the sequence of a request, or None if it is unknown or has ended."""
+        """Return the sequence of the request `request_id`, or None if it is unknown or has ended."""
         return self._live.get(request_id)
 
     def tickets(self) -> Iterator[str]:
@@ -33,7 +33,7 @@ class LiveRequests:
         return (name for name, sequence in self._live.items() if sequence.request.ticket is not None)
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence. No live request may have the same id."""
+        """Add a new sequence, and count its request for its tenant. No live request may have the same id."""
         self._live[sequence.request.request_id] = sequence
         self._tenants.join(sequence.request.tenant)
         if sequence.deadline_s < math.inf:
@@ -42,14 +42,15 @@ class LiveRequests:
             self._need_no_step.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended."""
+        """Remove a sequence that has ended. Raises `KeyError` if its request is not live."""
         del self._live[sequence.request.request_id]
         self._tenants.leave(sequence.request.tenant)
 
     def due(self, now: float) -> list[tuple[Sequence, FinishReason]]:
-        """Return the sequences that end without another step, each once, with the finish reason.
+        """Return the sequences that end without another step, each once, with the finish reason. They stay live until `leave`.
 
-        The reason is ``length`` if there is nothing to compute, and ``deadline`` if the deadline has passed at `now`.
+        The reason is ``length`` if there is nothing to compute, and ``deadline`` if the deadline has passed at `now`, in
+        seconds on the engine's clock.
         """
         found: dict[Sequence, FinishReason] = {
             sequence: "length" for sequence in self._need_no_step if self._live.get(sequence.request.request_id) is sequence

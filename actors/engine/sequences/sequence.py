@@ -86,10 +86,12 @@ class Sequence:
         capacity: int = 1 << 62,
         expected_tokens: int = 0,
     ) -> Sequence:
-        """Return a new sequence that holds the prompt of `request`.
+        """Return a new, waiting sequence that holds the prompt of `request`, which arrived at `arrival_s` (seconds on the
+        engine's clock). `block_size` is in tokens; `order` is a unique number that increases with arrival.
 
-        This hashes the prompt, so it is best called outside of the engine's thread. `expected_tokens` is the number of output
-        tokens for which blocks are allocated on admission if a prefill pool may compute the prompt.
+        `rope` is that of the model, and `capacity` the maximum number of tokens of a sequence in this engine. `expected_tokens`
+        is the number of output tokens for which blocks are allocated on admission if a prefill pool may compute the prompt.
+        This hashes the prompt, so it is best called outside of the engine's thread.
         """
         prompt_length = len(request.prompt)
         rope_length = rope.deciding_length(prompt_length, min(prompt_length + request.max_tokens, capacity))
@@ -119,12 +121,12 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens, awaited ones excluded."""
+        """Number of generated tokens, excluding those that plans in flight sample."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def length(self) -> int:
-        """Number of tokens, awaited ones included."""
+        """Number of tokens, including those that plans in flight sample."""
         return len(self.tokens) + self.num_awaited
 
     @property
@@ -133,14 +135,16 @@ class Sequence:
         return self.length - self.num_planned
 
     def is_sampled_out(self, capacity: int) -> bool:
-        """Return whether the plans in flight already sample the last token that this sequence can have in this engine."""
+        """Return whether the plans in flight already sample the last token that this sequence can have in this engine.
+        `capacity` is the maximum number of tokens of any sequence here."""
         most = self.request.max_tokens if self.request.ticket is None else 1
         full = self.length - self.prompt_length >= most or self.length >= capacity
         return self.num_awaited > 0 and full
 
     @property
     def deadline_s(self) -> float:
-        """Time at which the request ends with ``deadline``, on the engine's clock; infinite if it has no deadline."""
+        """Time at which the request ends with ``deadline``, in seconds on the engine's clock; infinite if it has no
+        deadline."""
         timeout = math.inf if self.request.timeout_s is None else self.request.timeout_s
         lease = math.inf if self.request.ticket is None else self.request.ticket.lease_s
         return self.arrival_s + min(timeout, lease)
@@ -152,16 +156,18 @@ class Sequence:
 
     @property
     def is_empty_work(self) -> bool:
-        """Whether there is nothing to sample and nothing to score."""
+        """Whether the request has nothing to sample (``max_tokens=0``) and no prompt tokens left to score."""
         return self.request.max_tokens == 0 and not self.scores_prompt
 
     @property
     def urgency(self) -> tuple[bool, int, int]:
-        """Sort key: sequences with smaller values run first and are preempted last. It is fixed while the sequence runs."""
+        """Sort key (not overdue, priority, arrival order): sequences with smaller values run first and are preempted last. It
+        is fixed while the sequence runs."""
         return (not self.overdue, 0 if self.overdue else self.request.priority, self.order)
 
     def finish_after(self, token: int, capacity: int) -> FinishReason | None:
         """Return the reason for which `token`, the last of `tokens`, ends the sequence in this engine, or None if it does not.
+        `capacity` is the maximum number of tokens of any sequence here.
 
         A sequence with a KV transfer ticket ends with ``handoff``, and continues in the decode engine.
         """
@@ -175,7 +181,8 @@ class Sequence:
         return None
 
     def forget_ranks(self) -> None:
-        """Reset all state that the ranks hold for this sequence. Its tokens are kept."""
+        """Reset the sequence to one that no rank holds: no id on the ranks, no blocks, nothing planned or computed. Its tokens
+        are kept, and its blocks are not freed here."""
         self.sequence_id = NOT_ON_RANKS
         self.num_planned = self.num_computed = self.num_tokens_on_ranks = self.num_awaited = 0
         self.last_step = -1

@@ -12,7 +12,8 @@ class ResultMismatch(RuntimeError):
 
 
 def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) -> TokenEvent:
-    """Return the event that reports the newly sampled `token` of a sequence, with its `logprobs` (empty unless requested).
+    """Return the event that reports `token`, which was sampled and appended to a sequence, with its `logprobs` (empty unless
+    requested).
 
     The first event of a sequence that asked for prompt logprobs carries them, and this call marks them as sent.
     """
@@ -26,7 +27,8 @@ def token_event(sequence: Sequence, token: int, logprobs: list[TokenLogprob]) ->
 
 
 def end_event(sequence: Sequence, finish: FinishReason, error: str | None = None) -> TokenEvent:
-    """Return the event that ends a sequence without another token."""
+    """Return the event that ends a sequence without another token, for the reason `finish`. `error` is the text of an error,
+    for people. With ``length`` it carries prompt logprobs that were not sent yet, and marks them as sent."""
     return TokenEvent(
         request_id=sequence.request.request_id,
         prompt_logprobs=_of_prompt(sequence) if finish == "length" else None,
@@ -37,9 +39,10 @@ def end_event(sequence: Sequence, finish: FinishReason, error: str | None = None
 
 
 def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
-    """Store the prompt logprobs of a chunk in the sequence. After a preemption, recomputed logprobs overwrite the earlier ones.
+    """Store the prompt logprobs `scored` of one prompt chunk in the sequence. After a preemption, recomputed logprobs overwrite
+    the earlier ones.
 
-    Raises `ResultMismatch` if they refer to positions outside of the prompt.
+    Raises `ResultMismatch` if they refer to positions outside of the prompt, or to the first token, which has none.
     """
     stop = scored.first + len(scored.entries)
     if not 1 <= scored.first <= stop <= sequence.prompt_length:
@@ -48,14 +51,15 @@ def add_prompt_logprobs(sequence: Sequence, scored: PromptLogprobs) -> None:
 
 
 def adopt(sequence: Sequence, event: TokenEvent) -> None:
-    """Copy the prompt logprobs and the number of cached tokens from the first token's event of a prefill engine."""
+    """Copy the prompt logprobs and the number of cached tokens into the sequence from `event`, with which a prefill engine
+    reports the first token."""
     if sequence.prompt_logprobs and event.prompt_logprobs is not None:
         sequence.prompt_logprobs = event.prompt_logprobs
     sequence.cached_tokens = max(sequence.cached_tokens or 0, event.cached_tokens)
 
 
 def unscored_error(sequence: Sequence) -> str:
-    """Return the error text for a sequence whose prompt has run without all of its logprobs."""
+    """Return the error text for a sequence whose prompt has run, but for which the ranks have left out some prompt logprobs."""
     return f"the ranks left out the logprobs of {sequence.prompt_logprobs[1:].count(None)} prompt tokens"
 
 

@@ -34,7 +34,7 @@ class WaitingQueue:
         self._queues: dict[_QueueKey, deque[Sequence]] = {}
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence that arrived after all others of its priority and tenant."""
+        """Add a new sequence at the end of the queue of its priority and tenant."""
         self._queues.setdefault(_queue_key(sequence), deque()).append(sequence)
         self._count(sequence, 1)
 
@@ -48,12 +48,13 @@ class WaitingQueue:
     def first(self, now: float) -> Sequence | None:
         """Return the sequence to admit next, or None if the queue is empty. The sequence stays in the queue.
 
-        The cost is one comparison per (priority, tenant).
+        `now`, in seconds on the engine's clock, decides which sequences are overdue; they are marked so. The cost is one
+        comparison per (priority, tenant).
         """
         return min((queue[0] for queue in self._queues.values()), key=lambda head: self._key(head, now), default=None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from the queue."""
+        """Remove a sequence from the queue. Raises `KeyError` or `ValueError` if it is not in it."""
         queue = self._queues[_queue_key(sequence)]
         queue.remove(sequence)
         if not queue:
