@@ -76,18 +76,24 @@ class Ingress:
         self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s)
 
     async def check_health(self) -> None:
-        """Wait until the pools have been tried. Serve calls this health probe and waits for the first one, so that no endpoint
-        exists before."""
+        """Return once the first trial hand-off between the pools has ended, or after 60 s; at once if there are no pools.
+
+        Ray Serve calls this health probe and waits for the first one, so that no endpoint exists before.
+        """
         if self._pooled is not None:
             await self._pooled.started()
 
     async def roles(self) -> list[RoleReport]:
-        """Returns the role of each replica; an empty list if there are no pools."""
+        """Returns the role report of each replica, by pool and name; an empty list if there are no pools."""
         return [] if self._pooled is None else await self._pooled.roles()
 
     async def change_role(self, replica: str, role: str, within_s: float) -> RoleReport | str:
-        """Request that a replica become `role` within `within_s` seconds. Returns the state of the change, or the reason for a
-        refusal."""
+        """Request that the replica named `replica` become `role` (``prefill``, ``decode`` or ``mixed``) within `within_s`
+        seconds.
+
+        Returns the state of the change, which goes on after the call, or the reason for a refusal as text. Raises `ValueError`
+        if `role` is no role.
+        """
         if self._pooled is None:
             return "roles are those of replicas in pools, and this service has none: serve with --prefill, --decode or --mixed"
         try:
@@ -100,9 +106,11 @@ class Ingress:
 
 
 def settings_in_cluster(args: ServeArgs) -> Service:
-    """Returns the settings of the service on the connected cluster, which may still be waiting for its nodes.
+    """Returns the settings of the service on the connected Ray cluster. With ``args.nodes_wait_s``, the cluster may still be
+    waiting for its nodes, and is not checked.
 
-    Raises `ModelError` or `LayoutError`, or `PlacementError` if no node has the resources of a rank.
+    Raises `ModelError` or `LayoutError` if the model cannot be read or the layout is illegal or does not fit, and
+    `PlacementError` if no node has the resources of a rank.
     """
     device = args.device if args.device != "auto" else best_device()
     reason = None if args.nodes_wait_s else none_at_all(device)
@@ -112,7 +120,10 @@ def settings_in_cluster(args: ServeArgs) -> Service:
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
-    """Returns the model as the endpoint needs it: name, limits, tokenizer and template."""
+    """Returns the model as the endpoint needs it: name, limits, tokenizer and template. Reads them from the model's files.
+
+    Raises `ModelError` if there are no such files, and `TokenizerError` or `TemplateError` if they cannot be used.
+    """
     files = resolve(args.model)
     return ServedModel.open(
         name=args.served_name or files.name,
@@ -124,7 +135,13 @@ def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """Build the Serve application for the arguments of `ServeArgs`. Raises `ArgumentError`, `ModelError` or `LayoutError`."""
+    """Build the Serve application for `arguments`, the fields of `ServeArgs` as plain values. This is the import path in Serve
+    files.
+
+    Returns the application, which does not run yet. Raises `ArgumentError` for an unknown or invalid argument, `ModelError` if
+    the model's files are missing or wrong, `LayoutError` if the layout is illegal or does not fit, and `PlacementError` if no
+    node of the connected cluster has the resources of a rank.
+    """
     args = parse_args(arguments)  # not annotated as `ServeArgs`: the errors of Serve's own check are less clear
     app = application(args)
     path = resolve(args.model).path
@@ -133,8 +150,12 @@ def build(arguments: dict[str, Any]) -> Application:
 
 
 def application(args: ServeArgs) -> Application:
-    """Build the application, as `build` does, but without its check of the model's files, which ``shardwright serve`` makes
-    before it starts Ray."""
+    """Build the application, as `build` does, but from parsed arguments and without a check of the model's weight and text
+    files, which ``shardwright serve`` makes before it starts Ray.
+
+    If Ray is not connected yet, layout and memory are not checked against the cluster. Raises `ModelError`, `LayoutError` or
+    `PlacementError`, as `build` does.
+    """
     # `serve run` calls this before it connects to Ray: then only the limits of the model can be checked.
     is_known = ray.is_initialized()
     served = _settled(args) if is_known else service(args, "cpu")

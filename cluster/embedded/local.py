@@ -53,7 +53,10 @@ class EmbeddedShape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a shape such as ``2x4``: two nodes of four slots. Raises `LayoutError` for any other form."""
+        """Parse the shape of an embedded cluster, such as ``2x4``: two nodes of four slots (room for one rank each).
+
+        Returns the shape. Raises `LayoutError` for any other form, and for more than 99 nodes or 9999 slots.
+        """
         found = re.fullmatch(r"([1-9]\d?)x([1-9]\d{0,3})", text)
         if found is None:
             raise LayoutError(f"nodes is {text!r}, but must be NODESxSLOTS, as in 2x4: two nodes of four slots")
@@ -80,12 +83,16 @@ def connect(
     environment: Mapping[str, str] | None = None,
     shape: EmbeddedShape | None = None,
 ) -> Connection:
-    """Join the cluster at `address` (or ``RAY_ADDRESS``). Without either, start an embedded cluster with `slots` CPU slots.
+    """Join the Ray cluster at `address` (or ``RAY_ADDRESS``), or embed one in this process: if neither is given, or if `shape`
+    is.
 
-    A slot is room for one rank, not a core, so an embedded cluster can have as many slots as the layout needs. With `shape`, it
-    has several nodes, which are raylets on this machine. An embedded cluster requires a random token, so that no other program
-    on the network can join it. `environment` contains variables for its processes, used unless they are set already. Raises
-    `ConnectionError` if no cluster answers at the address.
+    An embedded cluster has at least `slots` CPU slots (a slot is room for one rank, not a core), or with `shape`, several nodes
+    (raylets on this machine), which `address` does not affect. It requires a random token, so that no other program on the
+    network can join it, and writes a session file for `connect_running`. `environment` contains variables for its processes:
+    they are set in ``os.environ`` unless they are set already.
+
+    Returns the connection, to be ended by `disconnect`. Raises `ConnectionError` if no cluster answers at the address,
+    `ValueError` if it is not an address, and a Ray error if the embedded cluster does not start.
     """
     address = None if shape is not None else address or configured_address()
     if address is not None:
@@ -102,9 +109,11 @@ def connect(
 
 
 def connect_running(address: str | None = None) -> Connection:
-    """Join the cluster at `address`, at ``RAY_ADDRESS``, or the newest one that a command of this user embeds on this machine.
+    """Join the cluster at `address`, at ``RAY_ADDRESS``, or the newest one that a running command of this user embeds on this
+    machine.
 
-    Raises `ConnectionError` if there is none.
+    In the last case, the token of that cluster is set in ``os.environ``. Returns the connection, to be ended by `leave`. Raises
+    `ConnectionError` if there is no such cluster, or if it does not answer, and `ValueError` if `address` is not an address.
     """
     found = None if address or configured_address() else session.latest()
     if found is not None:
@@ -115,7 +124,8 @@ def connect_running(address: str | None = None) -> Connection:
 
 
 def disconnect(connection: Connection) -> None:
-    """Leave the cluster, which ends it if it is embedded."""
+    """Leave the cluster of `connect`, which ends it and deletes its session file if it is embedded. Errors of Ray are
+    ignored."""
     import ray
 
     session.forget()
@@ -126,7 +136,7 @@ def disconnect(connection: Connection) -> None:
 
 
 def leave() -> None:
-    """Leave a joined cluster."""
+    """Leave the cluster that `connect_running` has joined; the cluster keeps running. Errors of Ray are ignored."""
     import ray
 
     with suppress(Exception):
@@ -180,13 +190,13 @@ def _embed_nodes(shape: EmbeddedShape) -> Connection:
 
 
 def configured_address() -> str | None:
-    """Returns the cluster address that the environment sets (``RAY_ADDRESS``), or None."""
+    """Returns the cluster address in the environment variable ``RAY_ADDRESS``, or None if it is not set or empty."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def this_machine(slots: int, shape: EmbeddedShape | None = None) -> ClusterSpec:
-    """Returns the cluster that `connect` would embed: this machine with all its memory and `slots` slots, or the nodes of
-    `shape`, each with an even share of the memory."""
+    """Returns the cluster that `connect` would embed, without starting it: this machine with all its memory and `slots` CPU
+    slots, or the nodes of `shape` (then `slots` has no effect), each with an even share of the memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if shape is not None:
         share = memory // shape.nodes

@@ -22,7 +22,12 @@ class Session:
 
 
 def remember(session: Session) -> None:
-    """Write the session file of this process's embedded cluster. Failures of the file system are ignored."""
+    """Write the session file of the cluster that this process embeds, so that `latest` finds it in other processes of this
+    user.
+
+    The files of processes that have ended are deleted. Errors of the file system are ignored; so is a folder that other users
+    could read.
+    """
     with suppress(OSError):
         folder = _folder()
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -39,13 +44,15 @@ def remember(session: Session) -> None:
 
 
 def forget() -> None:
-    """Delete the session file of this process's embedded cluster."""
+    """Delete the session file of the cluster that this process embeds, if there is one. Errors of the file system are
+    ignored."""
     with suppress(OSError):
         (_folder() / f"{os.getpid()}.json").unlink(missing_ok=True)
 
 
 def latest() -> Session | None:
-    """Returns the newest embedded cluster of the commands that are still running, or None."""
+    """Returns the session of the newest embedded cluster whose process is still running and belongs to this user, or None if
+    there is none or the session files cannot be read."""
     with suppress(OSError):
         if _is_ours(_folder()):
             living = [path for path in _folder().glob("[0-9]*.json") if Path(f"/proc/{path.stem}").exists()]

@@ -45,7 +45,8 @@ class ClusterWatch:
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Return if the cluster is alive, else call `lost`.
+        """Return if the cluster is alive or the watch is closed, else call `lost` (given to the constructor), which does not
+        return.
 
         The death of a node other than the head is tolerated, like the loss of a host in a joined cluster.
         """
@@ -57,7 +58,8 @@ class ClusterWatch:
             self._lost(reason)
 
     def close(self) -> None:
-        """Stop watching. Processes may end from now on."""
+        """Stop watching: `lost` is not called any more, so that the cluster can be ended. Does not wait for the watch's
+        threads."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -80,7 +82,8 @@ class ClusterWatch:
 
 
 def end_descendants() -> bool:
-    """Kill all descendants of this process, for at most `_END_S` seconds. Returns whether none is left."""
+    """Kill all descendants of this process (SIGKILL) and wait until they have ended, at most `_END_S` seconds. Returns whether
+    none is left."""
     deadline = time.monotonic() + _END_S
     while (found := _descendants()) and time.monotonic() < deadline:
         for pid in found:

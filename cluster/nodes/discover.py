@@ -12,8 +12,11 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def discover(device: Device, pool: str = "") -> ClusterSpec:
-    """Returns the live nodes of the connected cluster with their slots for ranks of `device`; only those that `pool` may use,
-    unless it is empty. Raises a Ray error if not connected."""
+    """Returns the live nodes of the connected Ray cluster with their slots for ranks of `device`.
+
+    `pool` (``prefill``, ``decode`` or ``mixed``) leaves out the nodes that are reserved for another pool; an empty text leaves
+    out none. Raises a Ray error if not connected.
+    """
     return topology.cluster_of(topology.open_to(ray.nodes(), pool), device)
 
 
@@ -27,5 +30,5 @@ def available() -> Mapping[str, Mapping[str, float]]:
 
 
 def best_device() -> Device:
-    """Returns ``cuda`` if any node of the connected cluster has GPUs, else ``cpu``."""
+    """Returns ``cuda`` if any node of the connected Ray cluster has GPUs, else ``cpu``. Raises a Ray error if not connected."""
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

@@ -21,8 +21,12 @@ class MeasureError(RuntimeError):
 
 
 def measure(cluster: ClusterSpec, pairs: bool) -> ClusterSpec:
-    """Returns the cluster with the links between the GPUs of each node and, with `pairs`, the links between its nodes, each of
-    which takes about half a second to measure. Raises `MeasureError`."""
+    """Measure links of the connected Ray cluster, and return a copy of `cluster` that contains them.
+
+    The links between the GPUs of a node are read from ``nvidia-smi``. With `pairs`, the links between every two nodes are
+    measured too, which takes about half a second each and sends up to 256 MiB over it. Starts a Ray actor on each node that
+    takes part, and kills it at the end. Raises `MeasureError` if a node fails or does not answer in time.
+    """
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     probes = {node.name: _probe(node, hosts[node.id]) for node in cluster.nodes if pairs or node.kind == "cuda"}
     try:

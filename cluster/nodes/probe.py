@@ -23,14 +23,23 @@ class Probe:
         self._listener: socket.socket | None = None
 
     def listen(self) -> tuple[str, int]:
-        """Open a port for other probes. Returns its (host, port)."""
+        """Open a TCP port on which another probe can measure the link to this node. Returns its (host, port), the same at every
+        call.
+
+        Raises `OSError` if the probe's host is not an address of this machine.
+        """
         if self._listener is None:
             self._listener = socket.create_server((self._host, 0))
             self._listener.settimeout(_WAIT_S)
         return self._host, int(self._listener.getsockname()[1])
 
     def answer(self) -> None:
-        """Serve one measurement: echo single bytes, then read everything until the end and confirm it."""
+        """Serve one `measure` of another probe, on the port that `listen` has opened (it must be called first), and return at
+        its end.
+
+        Echoes single bytes, then reads everything until the end and confirms it. Raises `OSError` (`TimeoutError`) if no probe
+        connects or sends in 20 s.
+        """
         assert self._listener is not None
         connection, _ = self._listener.accept()
         with connection:
@@ -43,8 +52,11 @@ class Probe:
             connection.sendall(b".")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
-        """Returns the one-way latency to another probe in seconds (half the median round trip), and the bandwidth in bytes per
-        second."""
+        """Measure the link to the probe that listens at `host` and `port` and runs `answer`.
+
+        Returns the one-way latency in seconds (half the median round trip) and the bandwidth in bytes per second. Raises
+        `OSError` (`TimeoutError`) if the other probe does not answer in 20 s.
+        """
         with socket.create_connection((host, port), timeout=_WAIT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = [_round_trip(connection) for _ in range(_PINGS)]
@@ -57,7 +69,8 @@ class Probe:
             return statistics.median(trips) / 2, sent / (time.perf_counter() - began)
 
     def gpu_topology(self) -> str:
-        """Returns the output of ``nvidia-smi topo -m``; empty if the tool is not installed."""
+        """Returns the output of ``nvidia-smi topo -m`` on this node; empty if the tool is not installed. Raises
+        `subprocess.TimeoutExpired` if it takes more than 20 s."""
         tool = shutil.which("nvidia-smi")
         if tool is None:
             return ""

@@ -27,12 +27,17 @@ HEAD_RESOURCE = "node:__internal_head__"
 
 
 def resource_of(device: Device) -> str:
-    """Returns the Ray resource that counts the slots of a device."""
+    """Returns the name of the Ray resource that counts the slots for ranks of a device: ``GPU`` for ``cuda``, else ``CPU``."""
     return "GPU" if device == "cuda" else "CPU"
 
 
 def cluster_of(nodes: Sequence[Mapping[str, Any]], device: Device) -> ClusterSpec:
-    """Returns the live nodes of ``ray.nodes()`` with their slots for ranks of `device`, in the order of their names."""
+    """Returns the live ones of `nodes` (entries of ``ray.nodes()``) with their slots for ranks of `device`, in the natural
+    order of their names.
+
+    A node is named by its label `NAME_LABEL`, or else by its address; nodes that share a name get their id as a suffix. Slots
+    are counted in total, not those free now.
+    """
     alive = [node for node in nodes if node["Alive"]]
     shared = Counter(_name(node) for node in alive)
     specs = (_node(node, device, shared[_name(node)] > 1) for node in alive)
@@ -40,34 +45,41 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], device: Device) -> ClusterSpe
 
 
 def open_to(nodes: Sequence[Mapping[str, Any]], pool: str) -> list[Mapping[str, Any]]:
-    """Returns the nodes of ``ray.nodes()`` that are not reserved for a pool other than `pool`; all of them if it is empty."""
+    """Returns those of `nodes` (entries of ``ray.nodes()``) that replicas of `pool` may use: all except those that are reserved
+    for another pool by the label `POOL_LABEL`; all of them if `pool` is empty."""
     return [node for node in nodes if not pool or (node.get("Labels") or {}).get(POOL_LABEL, pool) == pool]
 
 
 def pool_selector(pool: str) -> dict[str, str]:
-    """Returns the condition of `open_to` as a Ray label selector."""
+    """Returns the Ray label selector for the nodes that replicas of `pool` may use (the same as `open_to`); empty, and so
+    without effect, if `pool` is empty."""
     return {POOL_LABEL: f"!in({', '.join(other for other in POOLS if other != pool)})"} if pool else {}
 
 
 def slotless(nodes: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
-    """Returns the ids of the live nodes that have no slot, such as a head that runs no ranks."""
+    """Returns the Ray ids of the live ones of `nodes` (entries of ``ray.nodes()``) that have no slot for a rank of `device`,
+    such as a head that runs no ranks."""
     return [node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get(resource_of(device), 0) < 1]
 
 
 def head_of(nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the id of the live head node, or None."""
+    """Returns the Ray id of the head node if it is among the live ones of `nodes` (entries of ``ray.nodes()``), else None."""
     return next((node["NodeID"] for node in nodes if node["Alive"] and HEAD_RESOURCE in node["Resources"]), None)
 
 
 def free_slots(cluster: ClusterSpec, available: Mapping[str, Mapping[str, float]], device: Device) -> list[int]:
-    """Returns the number of free slots of each node. `available` are the free resources by node id. A GPU rank needs a CPU
-    too."""
+    """Returns the number of free slots for ranks of `device` on each node of `cluster`, in the order of its nodes.
+
+    `available` contains the free resources by Ray node id and resource name, as from `cluster.nodes.discover.available`. A GPU
+    rank needs a CPU too; a node that is not in `available` has no free slot.
+    """
     wanted = {resource_of(device), "CPU"}
     return [int(min(available.get(node.id, {}).get(resource, 0) for resource in wanted)) for node in cluster.nodes]
 
 
 def domain_slots(nodes: Sequence[Mapping[str, Any]], device: Device) -> dict[str, int]:
-    """Returns the slots of each domain that Ray's own label (`RAY_DOMAIN`) names."""
+    """Returns the total number of slots for ranks of `device` in each fast domain, by the domain's name, from the live ones of
+    `nodes` (entries of ``ray.nodes()``). Only domains that Ray's own label (`RAY_DOMAIN`) names are counted."""
     found: Counter[str] = Counter()
     for node in nodes:
         name = (node.get("Labels") or {}).get(RAY_DOMAIN)
@@ -77,7 +89,8 @@ def domain_slots(nodes: Sequence[Mapping[str, Any]], device: Device) -> dict[str
 
 
 def with_links(cluster: ClusterSpec, links: Sequence[NodeLink], inside: Mapping[str, Link]) -> ClusterSpec:
-    """Returns the cluster with measured links: `links` between nodes and `inside` them, by node name.
+    """Returns a copy of `cluster` with measured links: `links` between its nodes, and `inside` the link between the devices of
+    a node, by node name (nodes that are not in `inside` keep theirs).
 
     If no node of the cluster names a domain, the fast domains that follow from the links are set.
     """
@@ -90,10 +103,10 @@ def with_links(cluster: ClusterSpec, links: Sequence[NodeLink], inside: Mapping[
 
 
 def device_link(topology: str) -> Link | None:
-    """Returns the slowest link between two GPUs of a machine, from the output of ``nvidia-smi topo -m``; None if it has fewer
-    than two GPUs.
+    """Returns the slowest link between two GPUs of a machine, from `topology`, the output of ``nvidia-smi topo -m``; None if it
+    lists fewer than two GPUs.
 
-    ``NV12`` and the like are NVLink; every other entry is taken as PCIe.
+    Returns the constant `NVLINK` if all entries are ``NV12`` and the like, else `PCIE`.
     """
     rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
     cells = {cell for row in rows for cell in row[1 : 1 + len(rows)] if cell != "X"}

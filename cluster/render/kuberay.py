@@ -36,7 +36,11 @@ class Cloud(BaseModel):
 
 
 def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]:
-    """Returns all objects by file name. Raises `LayoutError` for a name, image or label that Kubernetes would reject."""
+    """Returns the Kubernetes objects of a deployment by file name, such as ``service.yaml``, without the kustomization.
+
+    Raises `LayoutError` for a name, image or accelerator label that Kubernetes would reject, and for an accelerator with CPU
+    ranks.
+    """
     require_name(deployment.name)
     require_image(cloud.image)
     for group in deployment.groups:
@@ -52,7 +56,11 @@ def manifests(deployment: Deployment, cloud: Cloud) -> dict[str, list[Manifest]]
 
 
 def kustomization(name: str, files: list[str], base: str | None = None) -> Manifest:
-    """Returns the kustomization that `kubectl apply -k` reads. Two secrets must be created manually: see `docs/clusters.md`."""
+    """Returns the kustomization that ``kubectl apply -k`` reads, with `files` (names in its folder) as resources.
+
+    `name` is the deployment's name, with which all objects are labelled; `base` is the path of another kustomization to
+    include. Two secrets must be created manually: see `docs/clusters.md`.
+    """
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -62,7 +70,8 @@ def kustomization(name: str, files: list[str], base: str | None = None) -> Manif
 
 
 def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
-    """Returns the RayService: the Serve configuration, the Ray cluster, and the upgrade strategy."""
+    """Returns the RayService object of a deployment: the Serve configuration, the Ray cluster with its pods, and the upgrade
+    strategy. Checks nothing; see `manifests`."""
     text = yaml.safe_dump(serve_file(deployment, ingress_on_head=False), sort_keys=False)
     return {
         "apiVersion": "ray.io/v1",
@@ -79,10 +88,11 @@ def ray_service(deployment: Deployment, cloud: Cloud) -> Manifest:
 
 
 def upgrade_strategy(needed: int, cloud: Cloud) -> Manifest:
-    """Returns the strategy for upgrades of a deployment that needs `needed` machines.
+    """Returns the ``upgradeStrategy`` of the RayService of a deployment that needs `needed` machines.
 
-    A new cluster is started beside the old one if the spare machines suffice. If they suffice for a part and there is a gateway
-    to shift traffic, the upgrade is incremental. Otherwise there is none: the service must be deleted and applied again.
+    A new cluster is started beside the old one if the spare machines (``cloud.spare``) suffice. If they suffice for 1 % or more
+    of the machines and ``cloud.gateway_class`` is set, so that traffic can be shifted, the upgrade is incremental. Otherwise
+    there is none: the service must be deleted and applied again.
     """
     if cloud.spare >= needed:
         return {"type": "NewCluster"}

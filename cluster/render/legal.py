@@ -16,7 +16,8 @@ _LABEL = re.compile("[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 def require_name(name: str) -> None:
-    """Raises `LayoutError` for a deployment name that Kubernetes or a cloud would reject."""
+    """Raises `LayoutError` unless `name` is a deployment name that Kubernetes and clouds accept: at most 40 characters of a-z,
+    0-9 and '-', beginning with a letter and not ending with '-'."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         raise LayoutError(
             f"name {name!r} must be at most {_LONGEST_NAME} of a-z, 0-9 and '-', begin with a letter and not end with '-'"
@@ -24,7 +25,8 @@ def require_name(name: str) -> None:
 
 
 def require_hosts(head: str, workers: Sequence[str]) -> None:
-    """Raises `LayoutError` for an invalid address, and for a machine that is given twice."""
+    """Raises `LayoutError` if the address of the head or of a worker is not a host name or an IPv4 address, or if a machine is
+    given twice (in any case of letters)."""
     given = [("--head", head), *(("--worker", worker) for worker in workers)]
     seen: dict[str, str] = {}
     for option, host in given:
@@ -36,13 +38,15 @@ def require_hosts(head: str, workers: Sequence[str]) -> None:
 
 
 def require_image(image: str) -> None:
-    """Raises `LayoutError` for an invalid image name."""
+    """Raises `LayoutError` for an invalid container image name: one that is empty, has white space, or does not begin with a
+    letter or digit."""
     if not _IMAGE.fullmatch(image):
         raise LayoutError(f"image {image!r} must be a name without spaces, as in registry.lan/shardwright:cuda")
 
 
 def require_accelerator(accelerator: str | None, kind: str) -> None:
-    """Raises `LayoutError` for an accelerator that is not a valid label value, or that is given for CPU ranks."""
+    """Raises `LayoutError` if `accelerator`, a GPU model such as ``NVIDIA-L40S``, is not a valid Kubernetes label value, or is
+    given for CPU ranks (`kind` is ``cpu``, not ``cuda``). None is always accepted."""
     if accelerator is None:
         return
     if kind == "cpu":

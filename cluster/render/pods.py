@@ -31,7 +31,11 @@ SERVICE_LABEL = "shardwright/service"
 
 
 def head_pod(name: str, image: str, claim: str, keys: str) -> dict[str, Any]:
-    """Returns the pod of the head node, which runs no ranks (its `num-cpus` is 0) and can serve HTTP."""
+    """Returns the KubeRay pod template of the head node, which runs no ranks and can serve HTTP.
+
+    `name` is the deployment's name, with which the pod is labelled; `image` is the container image; `claim` is the name of the
+    volume claim with the models, and `keys` that of the secret with the API keys, which need not exist.
+    """
     container = {
         "name": "ray-head",
         "image": image,
@@ -52,7 +56,12 @@ def head_pod(name: str, image: str, claim: str, keys: str) -> dict[str, Any]:
 
 
 def worker_pod(name: str, image: str, machine: Machine, claim: str, keys: str) -> dict[str, Any]:
-    """Returns the pod of a worker node, which runs ranks, with the limits of `machine`."""
+    """Returns the KubeRay pod template of a worker node, which runs ranks, with the CPUs, memory, GPUs and accelerator of
+    `machine`.
+
+    `name` is the deployment's name, with which the pod is labelled; `image` is the container image; `claim` is the name of the
+    volume claim with the models, and `keys` that of the secret with the API keys, which need not exist.
+    """
     amounts = {"cpu": str(machine.cpus), "memory": f"{machine.memory_bytes // 2**20}Mi"}
     limits = amounts | ({"nvidia.com/gpu": str(machine.slots)} if machine.kind == "cuda" else {})
     container = {

@@ -35,11 +35,12 @@ def local_cluster(
     ssh_key: str | None = None,
     setup: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns the cluster file for existing machines, given by address.
+    """Returns the content of the cluster file of ``ray up`` for existing machines: `head` and `workers` are their addresses.
 
-    `workers` must be at least as many as the deployment needs. The machines of the first pool come first, and machines left
-    over take replicas of any pool. `setup` are commands that prepare a machine; if given, they replace copying and installing
-    this source tree.
+    `workers` should be at least as many as the deployment needs, which is not checked. The machines of the first pool come
+    first, and machines left over take replicas of any pool. `ssh_user` is the user name on the machines, and `ssh_key` the path
+    of the private key (None: SSH's default). `setup` are shell commands that prepare a machine; if given, they replace copying
+    and installing this source tree.
 
     Raises `LayoutError` for an invalid name or address, and for a machine that is given twice.
     """
@@ -63,9 +64,11 @@ def local_cluster(
 def cloud_cluster(
     deployment: Deployment, provider: Literal["aws", "gcp"], instance: str, head_instance: str, place: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the cluster file for machines that a cloud starts. `place` contains region and zone, and for GCP the project.
+    """Returns the content of the cluster file of ``ray up`` for machines that a cloud starts.
 
-    The head has its own node type, so that it does not count against the workers. Raises `LayoutError` for an invalid name.
+    `instance` and `head_instance` are the instance types of the workers and of the head, which runs no ranks. `place` contains
+    ``region`` and ``availability_zone``, and for GCP ``project_id``; it is copied into the provider's section. Raises
+    `LayoutError` for an invalid deployment name.
     """
     require_name(deployment.name)
     machine, types = deployment.machine, {"aws": _aws_type, "gcp": _gcp_type}[provider]

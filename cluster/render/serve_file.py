@@ -30,7 +30,7 @@ class ReplicaPool(BaseModel):
 
     @property
     def text(self) -> str:
-        """The value of the application's argument."""
+        """The value of the application's argument: ``tp=2,replicas=3`` for ``layout``, ``tp=2*3`` for a pool."""
         if self.argument == "layout":
             return str(self.layout)
         return f"{self.layout.model_copy(update={'replicas': 1})}*{self.layout.replicas}"
@@ -65,7 +65,8 @@ class Deployment(BaseModel):
 
     @property
     def groups(self) -> tuple[MachineGroup, ...]:
-        """The machine groups: one per pool, or a single group if there is one pool or one machine has slots for all ranks."""
+        """The machine groups: one per pool, or a single group, open to all pools, if there is one pool, or if all pools have
+        the same kind of machine and one of these has slots for all ranks."""
         first = self.pools[0].fleet
         alike = len({pool.fleet.machine for pool in self.pools}) == 1
         if len(self.pools) == 1 or (alike and sum(pool.layout.devices for pool in self.pools) <= self.machine.slots):
@@ -74,12 +75,12 @@ class Deployment(BaseModel):
 
     @property
     def machine(self) -> Machine:
-        """The kind of machine; if the pools differ, that of the first pool."""
+        """The kind of machine that the replicas run on; if the pools differ, that of the first pool."""
         return self.pools[0].fleet.machine
 
     @property
     def machines(self) -> int:
-        """Total number of machines."""
+        """The total number of machines of all groups."""
         return sum(group.fleet.machines for group in self.groups)
 
     def __str__(self) -> str:
@@ -89,10 +90,10 @@ class Deployment(BaseModel):
 
 
 def serve_file(deployment: Deployment, ingress_on_head: bool) -> dict[str, Any]:
-    """Returns the content of the file as plain values.
+    """Returns the content of the Serve configuration file of a deployment, as plain values for YAML.
 
-    With `ingress_on_head`, one HTTP process runs on the head. Otherwise one runs on each machine that has slots, so that the
-    service answers even while the head is down.
+    With `ingress_on_head`, one HTTP process runs on the head. Otherwise as many run as there are machines, at most one on each,
+    so that the service answers even while the head is down.
     """
     arguments: dict[str, Any] = {
         "model": deployment.model,

@@ -43,7 +43,10 @@ OWN_MACHINES = {
 
 
 def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str:
-    """Returns the command that starts the head, which has no slots for ranks. `more` are further environment variables."""
+    """Returns the shell command that starts Ray's head node, which has no slots for ranks.
+
+    `machine` gives the size of its object store; `more` are further environment variables.
+    """
     settings = [
         *(f"{name}={value}" for name, value in {**ENVIRONMENT, **HEAD_ENVIRONMENT, **(more or {})}.items()),
         "ray start --head",
@@ -59,10 +62,11 @@ def head_command(machine: Machine, more: Mapping[str, str] | None = None) -> str
 
 
 def worker_command(machine: Machine, kept: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Returns the command that starts a worker, with the slots of `machine` and the machine's own labels.
+    """Returns the shell command that starts a Ray worker node, with the slots of `machine` and the labels in the machine's
+    `LABELS_FILE`. It expects the head's address in the variable ``RAY_HEAD_IP``.
 
-    `kept` are the machines (addresses or host names) that are reserved for each pool. All workers run the same command, in
-    which each machine looks up its own pool.
+    `kept` contains, by pool, the machines (addresses or host names) that are reserved for it. All workers run the same command,
+    in which each machine looks up its own pool.
     """
     settings = [
         *(f"{name}={value}" for name, value in ENVIRONMENT.items()),

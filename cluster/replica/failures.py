@@ -23,7 +23,11 @@ _WHERE = NAMESPACE.encode()
 
 @contextmanager
 def keeping(application: str, deployment: str) -> Iterator[None]:
-    """Context manager that stores the report of a `ReportedError` raised inside it. All errors propagate."""
+    """Returns a context manager that stores the report of a `ReportedError` raised inside it in the cluster, where `kept` finds
+    it.
+
+    `application` and `deployment` are names in Ray Serve. All errors propagate; no report of another kind of error is stored.
+    """
     try:
         yield
     except Exception as error:
@@ -34,13 +38,15 @@ def keeping(application: str, deployment: str) -> Iterator[None]:
 
 
 def kept(application: str, deployment: str) -> ErrorReport | None:
-    """Returns the newest report of a deployment since `forget`, or None if there is none."""
+    """Returns the newest report that `keeping` has stored for the Serve deployment `deployment` of `application` since
+    `forget`, or None if there is none. Raises a Ray error if the cluster does not answer."""
     found = _internal_kv_get(_key(application, deployment), namespace=_WHERE)
     return None if found is None else ErrorReport(**json.loads(found))
 
 
 def forget(application: str) -> None:
-    """Delete the reports of an application, which is about to be deployed again."""
+    """Delete the error reports of all deployments of the Serve application `application`, which is about to be deployed
+    again."""
     for key in _internal_kv_list(_key(application, ""), namespace=_WHERE):
         _internal_kv_del(key, namespace=_WHERE)
 

@@ -41,19 +41,26 @@ class ReplicaRanks:
     """Identifies this generation of ranks to the engine."""
 
     def run(self, address: str, num_blocks: int) -> list[ray.ObjectRef[Any]]:
-        """Start the endless loop of every rank. Returns one reference per rank, which becomes ready when that rank ends."""
+        """Start the endless loop of every rank, which runs the plans of the engine that listens at the ZeroMQ `address`, with
+        `num_blocks` KV blocks per rank.
+
+        Returns one reference per rank, in world-rank order, which becomes ready when that rank ends. Does not wait.
+        """
         return [actor.run.remote(address, self.token, num_blocks) for actor in self.actors]
 
     def kill(self) -> None:
-        """Kill every rank process."""
+        """Kill every rank process, without a chance to clean up."""
         for actor in self.actors:
             ray.kill(actor)
 
 
 def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> ReplicaRanks:
-    """Launch all ranks of one replica in its reserved bundles. On any failure all ranks are killed.
+    """Launch all ranks of one replica in its reserved bundles: start the processes, connect them, and load the weights.
 
-    Raises `LaunchError` with the reason if a rank cannot start, is misplaced, or does not finish in time.
+    `name` is the replica's name, with which the names of its rank actors begin. Returns the ranks, which do not run yet.
+
+    Raises `LaunchError` with the reason if a rank cannot start, connect or load, is misplaced, or if all together take more
+    than ``settings.start_timeout_s`` seconds. On any failure all ranks are killed.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + settings.start_timeout_s
     actors = tuple(_make(settings, reserved, rank, f"{name}-{token}-rank-{rank}") for rank in range(settings.layout.world))
@@ -79,13 +86,14 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
 
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:
-    """Returns the status of every rank actor of the connected cluster, by actor name. Ranks that do not answer are omitted."""
+    """Returns the status of every rank actor of the connected cluster, by actor name. Ranks that do not answer in `timeout_s`
+    seconds are omitted."""
     return _asked("progress", timeout_s)
 
 
 def rank_reports(timeout_s: float = 5.0) -> dict[str, RankReport]:
-    """Returns the location and status of every rank actor of the connected cluster, by actor name. Ranks that do not answer are
-    omitted."""
+    """Returns the location and status of every rank actor of the connected cluster, by actor name (``REPLICA-TOKEN-rank-N``).
+    Ranks that do not answer in `timeout_s` seconds are omitted."""
     return _asked("report", timeout_s)
 
 

@@ -49,24 +49,28 @@ class ReservedBundles:
     nodes: tuple[str, ...]
 
     def node_of(self, world_rank: int) -> str:
-        """Returns the id of the node that a rank must run on."""
+        """Returns the Ray id of the node that the rank `world_rank` must run on."""
         return self.nodes[self.bundle_of_rank[world_rank]]
 
     def are_whole(self) -> bool:
-        """Whether every bundle is still reserved, that is, no node of the placement group is lost."""
+        """Returns whether every bundle is still reserved, that is, no node of the placement group is lost."""
         return str(placement_group_table(self.group).get("state")) == "CREATED"
 
     def free(self) -> None:
-        """Remove the placement group."""
+        """Remove the placement group, which frees its resources. Ray kills any rank that still runs in it."""
         remove_placement_group(self.group)
 
 
 def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundles:
-    """Reserve the bundles of one replica. They are freed when the calling process ends.
+    """Reserve the bundles of one replica (one per TP group) on the connected cluster. They are freed when the calling process
+    ends.
 
     If the nodes have the resources but are busy, the call waits for them. If they lack the resources, the request is refused at
-    once, unless the deployment has had a placement before or nodes are still to start (`ReplicaSettings.nodes_wait_s`). `home`
-    is the Ray id of the node on which to place the first bundle if possible. Raises `PlacementError`.
+    once, unless the deployment has had a placement before or nodes are still to start (``settings.nodes_wait_s``). `home` is
+    the Ray id of the node on which to place the first bundle if possible.
+
+    Returns the reservation. Raises `PlacementError` if the resources are lacking, or are not free in time, or if Ray places a
+    bundle on another node.
     """
     wanted, again = bundles(settings.layout, settings.device), _had_placement(settings)
     wait = PlacementWait(_LOST_NODES_S if again else max(settings.start_timeout_s, settings.nodes_wait_s))
@@ -95,19 +99,23 @@ def reserve(settings: ReplicaSettings, home: str | None = None) -> ReservedBundl
 
 
 def node_resources(pool: str = "") -> dict[str, dict[str, float]]:
-    """Returns the total resources of every live node that the pool may use, under Ray's resource names, by address and node
-    id."""
+    """Returns the total resources (not those free now) of every live node that `pool` may use (empty: every live node), under
+    Ray's resource names.
+
+    The keys are the nodes' addresses and ids, as in ``10.0.0.2/1f3c9a2b``.
+    """
     nodes = [node for node in open_to(ray.nodes(), pool) if node["Alive"]]
     return {f"{node['NodeManagerAddress']}/{node['NodeID'][:8]}": dict(node["Resources"]) for node in nodes}
 
 
 def none_at_all(device: Device) -> str | None:
-    """Returns the reason why no rank of any layout fits on the live nodes, or None if one fits."""
+    """Returns the reason why no live node of the connected cluster has the resources of a single rank on `device`, or None if
+    one has."""
     return impossible(bundles(Layout(), device), node_resources())
 
 
 def bundles_of_ranks(settings: ReplicaSettings) -> tuple[int, ...]:
-    """Returns the bundle of each rank, in world-rank order."""
+    """Returns the index of the placement-group bundle of each rank, in world-rank order. A bundle contains one TP group."""
     return tuple(bundle_of(settings.layout, rank) for rank in range(settings.layout.world))
 
 

@@ -38,9 +38,10 @@ class PlacementWait:
         self._key = _KEY + secrets.token_hex(8).encode()
 
     def poll(self, why: str) -> None:
-        """Publish the reason for waiting from time to time, and sleep until the next retry.
+        """Sleep until the next retry (0.5 s); every 5 s, also log the reason `why` for waiting and publish it for
+        `wait_messages`.
 
-        Raises `PlacementError` with `why` if the time is up.
+        Raises `PlacementError` with `why` if the timeout of the wait has passed.
         """
         now = time.monotonic()
         if now - self._began > self._timeout_s:
@@ -53,12 +54,13 @@ class PlacementWait:
         time.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Withdraw the published message."""
+        """Withdraw the message that `poll` has published, if there is one."""
         if self._reported_at > self._began:
             _internal_kv_del(self._key, namespace=_WHERE)
 
 
 def wait_messages() -> list[str]:
-    """Returns the last message of each waiting replica of the connected cluster, including replicas killed while waiting."""
+    """Returns the last message that each waiting replica of the connected cluster has published (see `PlacementWait`),
+    including replicas killed while waiting."""
     lines = (_internal_kv_get(key, namespace=_WHERE) for key in _internal_kv_list(_KEY, namespace=_WHERE))
     return [line.decode() for line in lines if line]

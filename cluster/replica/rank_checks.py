@@ -18,7 +18,7 @@ class LaunchError(ReportedError, RuntimeError):
 
 
 def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles) -> None:
-    """Raises `LaunchError` unless every rank runs on the node of its bundle."""
+    """Raises `LaunchError` unless every rank, as located by `locations`, runs on the node of its bundle."""
     for location in locations:
         node = reserved.node_of(location.world_rank)
         if location.node_id != node:
@@ -26,7 +26,7 @@ def check_placement(locations: Sequence[RankLocation], reserved: ReservedBundles
 
 
 def check_reachable(locations: Sequence[RankLocation]) -> None:
-    """Raises `LaunchError` if a rank has a loopback address, unless all ranks are on one machine, where that works."""
+    """Raises `LaunchError` if a rank reports a loopback address, unless all ranks are on one machine, where that works."""
     nodes, machines = {location.node_id for location in locations}, {location.machine for location in locations}
     for location in locations:
         if len(machines) > 1 and ipaddress.ip_address(location.host).is_loopback:
@@ -39,7 +39,8 @@ def check_reachable(locations: Sequence[RankLocation]) -> None:
 
 
 def described(locations: Sequence[RankLocation]) -> str:
-    """Returns the machine, address and interface of each rank as text, for finding out why they did not connect."""
+    """Returns the machine, address and network interface of each rank as text, for an error message about ranks that did not
+    connect."""
     return ", ".join(f"{location.world_rank} on {location.name} at {location.host}{_over(location)}" for location in locations)
 
 

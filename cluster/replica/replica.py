@@ -75,16 +75,20 @@ class Replica:
         least_prefill_load: int = 0,
         is_fallback: bool = False,
     ) -> bytes | None:
-        """Run one packed request. Its events are sent to the packed `reply_to`, the first one, which is empty, at once.
+        """Run one request: `packed` is a packed `GenerateRequest`. Its events are sent over ZeroMQ to `reply_to`, a packed
+        `ReplyTo`; the first one, which is empty, at once.
 
-        Returns when the last event is sent, or when the ingress is gone, in which case the engine drops the request. A refused
-        request sends no events; its only event is returned, packed. Cancelling the call cancels the request. If the KV of a
-        prompt was not handed off, the last event is returned as well as sent.
+        Returns None when the last event is sent, or when the ingress is gone, in which case the engine drops the request. A
+        refused request sends no further events; the refusal is returned as a packed `TokenEvent`. Cancelling the call cancels
+        the request. If the KV of a prompt was not handed off, the last event is returned as well as sent.
 
-        `excluded_replicas` are the replicas that have refused the request, and `preferred_replica` is the one that should run
-        it; only the routers read these two. `least_prefill_load` is the load of the least busy other replica that takes
-        prompts; while this replica is mixed and has a higher load, its prompts are computed there. `is_fallback`: see
-        `ReplicaRole.admit`. Raises `IngressGone` if the replica cannot connect to the ingress.
+        `excluded_replicas` are the names of the replicas that have refused the request, and `preferred_replica` is the one that
+        should run it; only the routers read these two. `least_prefill_load` is the load (prompts and requests in progress) of
+        the least busy other replica that takes prompts; while this replica is mixed and has no higher load, it computes its
+        prompts itself. `is_fallback`: whether no replica with the right role can answer, so that this one accepts the request
+        regardless of its role.
+
+        Raises `IngressGone` if the replica cannot connect to the ingress in 10 s.
         """
         request, to = GenerateRequest.unpack(packed), ReplyTo.unpack(reply_to)
         work, is_busier = WorkKind.of(request), self._role.ongoing > least_prefill_load
@@ -154,11 +158,13 @@ class Replica:
         )
 
     def health(self) -> str | None:
-        """Returns None if all ranks are alive and a step has finished recently or there is no work, else the reason."""
+        """Returns None if all ranks are alive and a step has finished recently or there is no work, else the reason why the
+        replica cannot serve."""
         return self._down or self.engine.healthy()
 
     def gauges(self) -> tuple[str, dict[str, float]]:
-        """Returns the name of this replica and the gauges of its engine."""
+        """Returns the name of this replica, and the current values of its engine's metrics (and of its role, if it is in a
+        pool) by metric name, as in ``name`` or ``name:label=value``."""
         found = self.engine.stats().gauges()
         if self._settings.in_pool:
             report = self._role.report()
@@ -166,23 +172,33 @@ class Replica:
         return self._name, found
 
     async def role_report(self) -> RoleReport:
-        """Returns the role of this replica and the progress of a role change."""
+        """Returns the role of this replica, the progress of a role change, and the reason why it cannot serve, if any."""
         return self._role.report(self.health())
 
     async def change_role(self, name: str, role: str, within_s: float) -> RoleReport | None:
-        """Begin to change the role of this replica if its name is `name`, else return None. See `ReplicaRole.change`."""
+        """Begin to change the role of this replica to `role` (``prefill``, ``decode`` or ``mixed``) if its name is `name`, else
+        return None.
+
+        The change is given up if it takes more than `within_s` seconds; see `ReplicaRole.change`. Returns the report after the
+        begin. Raises `ValueError` if `role` is no role.
+        """
         if name != self._name:
             return None
         self._role.change(Role(role), within_s)
         return await self.role_report()
 
     def check_health(self) -> None:
-        """The health probe of Ray Serve. Raises `RuntimeError` only if this process cannot recover by itself."""
+        """Return if the replica is alive, even while its ranks restart. Ray Serve calls this health probe, and replaces the
+        replica if it raises.
+
+        Raises `RuntimeError` if the ranks could not be restarted, from which this process cannot recover.
+        """
         if self._dead is not None:
             raise RuntimeError(self._dead)
 
     def close(self) -> None:
-        """End the engine and all ranks, and free the bundles."""
+        """End the engine and all ranks, and free the bundles. Requests in progress end with an error event. Raises
+        `RuntimeError` if the engine's thread does not end."""
         self._closing.set()
         self.engine.close()
         self._tokens.close()

@@ -79,10 +79,11 @@ class ReplicaRole:
         return self._role
 
     def admit(self, work: WorkKind, is_fallback: bool = False) -> None:
-        """Admit one prompt or request. Raises `WrongRole` if the role does not take it.
+        """Admit one prompt or request and count it as work in progress, until `release`.
 
         `is_fallback` means that no replica with the right role can answer. The replica then admits the work regardless of its
-        role, unless the role is changing.
+        role, unless the role is changing. Raises `WrongRole` otherwise, if the current or the coming role does not take such
+        work.
         """
         report = self.report()
         if work not in report.admits and not (is_fallback and report.becomes is None):
@@ -94,14 +95,16 @@ class ReplicaRole:
         self._ongoing[work] += 1
 
     def release(self, work: WorkKind) -> None:
-        """Record that one prompt or request has ended."""
+        """Record that one prompt or request which `admit` has counted has ended. This may complete a role change."""
         self._ongoing[work] -= 1
         self._settle()
 
     def change(self, role: Role, within_s: float) -> None:
-        """Change to `role` as soon as no work is left that it does not take; give up after `within_s` seconds.
+        """Change to `role` as soon as no work in progress is left that it does not take; give up after `within_s` seconds.
+        Returns at once: see `report`.
 
-        A new change replaces one in progress. A change to the current role only cancels one in progress.
+        Meanwhile only work that both roles take is admitted. A new change replaces one in progress. A change to the current
+        role only cancels one in progress.
         """
         self._settle()
         self._becomes = None if role is self._role else role
@@ -109,7 +112,8 @@ class ReplicaRole:
         self._settle()
 
     def report(self, down: str | None = None) -> RoleReport:
-        """Returns the current role and the progress of a change. `down` is the reason why the replica cannot serve, if any."""
+        """Returns the current role and the progress of a change. `down` is the reason why the replica cannot serve (None: it
+        can), which is copied into the report."""
         self._settle()
         return RoleReport(
             name=self._name,
@@ -140,7 +144,8 @@ class ReplicaRole:
 
 
 def counted(left: dict[WorkKind, int]) -> str:
-    """Returns counts of work as text, as in ``3 requests`` or ``1 prompt and 2 requests``."""
+    """Returns the counts of work in `left` as text, as in ``3 requests`` or ``1 prompt and 2 requests``; empty if there is
+    none."""
     return " and ".join(f"{count} {work}{'' if count == 1 else 's'}" for work, count in left.items())
 
 

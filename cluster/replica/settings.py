@@ -22,7 +22,8 @@ interfaces and addresses differ between nodes, and secrets must not leave the sh
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the `SHARED_VARIABLES` that are set in `environment`."""
+    """Returns the environment variables of `environment` that ranks on every node get too: those that `SHARED_VARIABLES` lists
+    and that are set."""
     return {name: environment[name] for name in SHARED_VARIABLES if name in environment}
 
 
@@ -50,7 +51,7 @@ class ReplicaSettings(ReplicaOptions, EngineLimits):
 
     @property
     def in_pool(self) -> bool:
-        """Whether the replica is in a pool, so that it sends or receives KV hand-offs."""
+        """Whether the replica is in a pool (it has a role), so that it sends or receives KV hand-offs."""
         return self.role is not None
 
     @property

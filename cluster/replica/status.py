@@ -71,9 +71,12 @@ class ClusterState(BaseModel):
 def cluster_state(
     details: dict[str, Any], name: str, node_names: dict[str, str], role_reports: Sequence[RoleReport] = ()
 ) -> ClusterState:
-    """Returns the state of the application `name` from Serve's details (``ServeInstanceDetails``) and the ranks' reports.
+    """Returns the state of the application `name`: its deployments, their replicas, and the ranks that answer, which are asked
+    now.
 
-    `role_reports` are the roles of its replicas, as far as they are known.
+    `details` are those of `serve_details`. `node_names` contains the names of the nodes by Ray node id. `role_reports` are the
+    roles of its replicas, as far as they are known. If there is no such application, the state is ``NOT_STARTED``, with the
+    names of the others as its message.
     """
     application = details.get("applications", {}).get(name)
     if application is None:
@@ -90,15 +93,18 @@ def cluster_state(
 
 
 def replica_ids(details: dict[str, Any], name: str, deployment: str) -> set[str]:
-    """Returns the ids of the replicas of one deployment of the application `name`, from Serve's details."""
+    """Returns the ids of the replicas of the deployment `deployment` of the application `name`, from `details` (see
+    `serve_details`); an empty set if there is no such deployment."""
     deployments = details.get("applications", {}).get(name, {}).get("deployments", {})
     return {each["replica_id"] for each in deployments.get(deployment, {}).get("replicas", ())}
 
 
 def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list[str]:
-    """Returns lines about the traffic of `replicas` (ids) over slow links, for a decode step of one token per DP rank.
+    """Returns lines of text about the traffic of `replicas` (ids) over slow links between nodes, for a decode step of one token
+    per DP rank; empty if there are none.
 
-    The traffic follows from `settings` and the actual locations of the ranks. Equal lines of several replicas appear once.
+    The traffic follows from `settings` and the actual locations of the ranks, which are asked now; replicas of which a rank
+    does not answer are left out. Equal lines of several replicas appear once.
     """
     cluster = discover(settings.device)
     if not any(cluster.is_slow(0, other) for other in range(len(cluster.nodes))):
@@ -117,7 +123,8 @@ def slow_crossings(settings: ReplicaSettings, replicas: Collection[str]) -> list
 
 
 def serve_details() -> dict[str, Any]:
-    """Returns the details that Ray Serve's controller has about its applications; empty if Serve does not run."""
+    """Returns the details (``ServeInstanceDetails``, as plain values) that Ray Serve's controller has about its applications;
+    empty if Serve does not run. Raises a Ray error if the controller does not answer in 10 s."""
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     try:

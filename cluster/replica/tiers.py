@@ -17,10 +17,11 @@ from placement.ownership.context import BLOCK_TOKENS
 
 
 def tier_config(settings: ReplicaSettings) -> TierConfig | None:
-    """Returns the configuration of the tiers, or None if the settings request none. Reads a sample of the weights.
+    """Returns the configuration of the KV offload tiers for the ranks, or None if the settings request none. Reads a sample of
+    the weights, and creates the tier's folder if there is a disk tier.
 
-    Raises `FileNotFoundError` if there are no weights, and `DirectoryError` if the directory cannot be used on the replica's
-    machine, so that the start fails before any ranks are launched.
+    Raises `FileNotFoundError` if there are no weights, and `DirectoryError` if the directory cannot be used on this machine, so
+    that the start fails before any ranks are launched.
     """
     if not settings.host_cache and settings.disk_cache is None:
         return None
@@ -33,7 +34,10 @@ def tier_config(settings: ReplicaSettings) -> TierConfig | None:
 
 
 def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
-    """Returns the tier configuration of the engine, or None if the settings request no tiers."""
+    """Returns the configuration of the KV offload tiers for the engine, or None if the settings request no tiers.
+
+    Reads, creates and raises what `tier_config` does.
+    """
     tiers = tier_config(settings)
     if tiers is None:
         return None

@@ -14,8 +14,12 @@ _TIMEOUT = httpx.Timeout(10.0, read=None)
 
 
 def run_chat(url: str, *, system: str | None, max_tokens: int, temperature: float, api_key: str | None) -> None:
-    """Run the chat: read lines, stream the answers and keep the conversation until end of input or ``/quit``; ``/new`` starts
-    over."""
+    """Run a chat in the terminal with the endpoint at `url`: read lines, stream the answers and keep the conversation until end
+    of input or ``/quit``; ``/new`` starts over.
+
+    `system` is the system message, `max_tokens` the limit of an answer in tokens, and `api_key` the bearer key; None: no such
+    message or key. Errors are printed and the chat goes on, except that it exits with 1 if the endpoint cannot be reached.
+    """
     console = Console()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

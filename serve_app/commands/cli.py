@@ -200,7 +200,10 @@ def models(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Entry point of the command line. Errors in the request become one message on stderr and exit status 2."""
+    """Run the command line with the arguments of this process, and exit with the command's status.
+
+    An error in the request (`ValidationError` or `ReportedError`) becomes one message on stderr and exit status 2.
+    """
     try:
         app()
     except ValidationError as error:

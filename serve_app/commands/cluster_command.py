@@ -23,7 +23,10 @@ class ClusterArgs(BaseModel):
 
 
 def run_cluster(args: ClusterArgs, as_json: bool) -> None:
-    """Print the cluster. Exits with 2 if no cluster answers, or a node does not take part in the measurement."""
+    """Print the nodes and links of the running cluster, as a table, or as JSON (a `ClusterSpec`) with `as_json`.
+
+    Exits with 2 if no cluster answers, or a node does not take part in the measurement.
+    """
     with connected(args.address):
         from cluster.nodes.discover import available, best_device, discover
         from cluster.nodes.measure import MeasureError, measure

@@ -12,7 +12,11 @@ from serve_app.deployment.start_errors import error_text
 
 @contextmanager
 def connected(address: str | None) -> Iterator[local.Connection]:
-    """Connect to the cluster at `address`, or to the one that is found. Exits with 2 and the reason if none answers."""
+    """Returns a context manager that is connected to the Ray cluster at `address`, or for None to the one that
+    `cluster.embedded.local.connect_running` finds, and leaves it at the end.
+
+    Exits with 2 and the reason if none answers.
+    """
     where = address or local.configured_address() or "this machine"
     try:
         connection = local.connect_running(address)

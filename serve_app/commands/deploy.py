@@ -48,7 +48,8 @@ class StartFailed(SystemExit):
 
 
 def check_free(replace: bool) -> None:
-    """Check that no other command's application runs on the connected cluster, unless it is to be replaced; else exit with 2.
+    """Return if no application of another command runs on the connected cluster, or if `replace` permits to take its place;
+    else exit with 2.
 
     Raises a Ray error if Serve's controller does not answer, in which case the state is unknown.
     """
@@ -64,8 +65,13 @@ def check_free(replace: bool) -> None:
 
 
 def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Deployed:
-    """Deploy on the connected cluster and wait until the application runs or `stop` is set. Exits with 2 and the reason if it
-    fails."""
+    """Deploy the service on the connected cluster and wait until it runs or `stop` is set. Replaces an application of the same
+    name.
+
+    `host` and `port` are those for HTTP; if Serve runs already, it keeps its own, and the returned port is that one. Shows the
+    progress on stderr. Exits with 2 and the reason if the service fails to start or is not ready in 15 minutes. Raises
+    `ModelError`, `LayoutError` or `PlacementError` for an impossible request, or a Ray error.
+    """
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.api import RunTarget
@@ -92,7 +98,8 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
 
 
 def is_still(since: float | None) -> bool:
-    """Whether the application on the connected cluster is still the one deployed at `since`, as far as that is known.
+    """Returns whether the application on the connected cluster is still the one deployed at `since`, in seconds since 1970 as
+    in `Deployed`; True if `since` is None, that is, not known.
 
     Raises a Ray error if Serve's controller does not answer.
     """

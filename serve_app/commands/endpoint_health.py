@@ -8,7 +8,11 @@ _ANSWER_S = 10.0
 
 
 def health_line(url: str) -> tuple[bool, str]:
-    """Returns whether the endpoint accepts requests, and the reason for a limitation. Without a valid answer, (True, "")."""
+    """Returns whether the endpoint at `url` accepts requests, and the reason if it does not or if something is limited (else
+    empty).
+
+    Waits for the answer, up to 10 s. Without a valid answer it returns (True, "").
+    """
     try:
         health = httpx.get(f"{url}/health", timeout=_ANSWER_S).json()
         return health["status"] != "unhealthy", str(health["reason"])

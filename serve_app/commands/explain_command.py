@@ -52,9 +52,11 @@ class ExplainArgs(BaseModel):
 
 
 def run_explain(args: ExplainArgs, as_json_text: bool) -> None:
-    """Print the explanation. An illegal layout ends with status 1; errors in the arguments raise.
+    """Print the explanation of a layout, or of a hand-off between two pools; as JSON with `as_json_text`.
 
-    Weights may be absent; if they are present, they must be those of the model. Raises `LayoutError` or `ModelError`.
+    Exits with 1 after printing the violated rules if a layout is illegal for the model or the cluster. Weights may be absent;
+    if they are present, they must be those of the model. Raises `LayoutError` for arguments that contradict each other or
+    cannot be read, and `ModelError` for a model that cannot be read.
     """
     pools = _pools(args)
     layout = Layout.parse(args.layout)

@@ -59,7 +59,8 @@ def admits(model: type[Args], leave_out: Collection[str] = ()) -> Callable[[Call
 
 
 def flag_of(name: str, field: FieldInfo) -> str:
-    """Returns the option of a field: ``--step-timeout`` for ``step_timeout_s``, ``--api-key`` for ``api_keys``."""
+    """Returns the command-line option of the field `field` called `name`: ``--step-timeout`` for ``step_timeout_s``,
+    ``--api-key`` for ``api_keys``, which may be given several times."""
     name = name.removesuffix("s") if _is_repeated(field) else name.removesuffix("_s")
     return f"--{name.replace('_', '-')}"
 

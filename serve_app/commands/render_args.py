@@ -88,6 +88,7 @@ class RenderArgs(ServeArgs):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the given settings of the service as plain values, without those that the files contain in any case."""
+        """The settings of the service that were given, as plain values, without those that the rendered files contain in any
+        case (model, layouts and machines)."""
         theirs = RenderArgs.__annotations__.keys() | {"model", "layout", "prefill", "decode", "mixed"}
         return {name: value for name, value in self.model_dump(mode="json", exclude_unset=True).items() if name not in theirs}

@@ -28,8 +28,10 @@ _OF_A_MACHINE = ("slots", "cpus", "memory", "accelerator")
 
 
 def run_render(args: RenderArgs) -> None:
-    """Write the files into `out`, or print them. Raises `LayoutError` or `ModelError`; exits with 2 if `out` cannot be
-    written."""
+    """Write the rendered files into the folder ``args.out``, or print them if it is None.
+
+    Raises what `render` does; exits with 2 if the folder cannot be written.
+    """
     files = render(args)
     if args.out is None:
         typer.echo("---\n".join(text_of(documents) for documents in files.values()), nl=False)
@@ -42,7 +44,11 @@ def run_render(args: RenderArgs) -> None:
 
 
 def render(args: RenderArgs) -> Files:
-    """Returns every file by its name, as plain documents. Raises `LayoutError` or `ModelError`."""
+    """Returns every file by its name, as plain documents for YAML. Reads only the headers of the model.
+
+    Raises `ModelError` if the model cannot be read, or its KV not be handed off between pools, and `LayoutError` if a layout is
+    illegal for it, or the machines do not fit or are not all given. Also raises what `deployment_of` and `files_of` do.
+    """
     layouts = layouts_of(args)
     spec = header.read(resolve(args.model, header_only=True).path)
     for layout in layouts.values():
@@ -67,7 +73,11 @@ def _check_paths(args: RenderArgs) -> None:
 
 
 def deployment_of(args: RenderArgs) -> Deployment:
-    """Returns the requested deployment, on as many machines as it needs. Does not read the model. Raises `LayoutError`."""
+    """Returns the requested deployment, on as many machines as it needs. Does not read the model.
+
+    Raises `LayoutError` if a layout cannot be parsed, does not fit the machines, or the target cannot have these machines, and
+    `pydantic.ValidationError` for a bad value in the differences of a pool's machines (``args.prefill_machine`` and the like).
+    """
     layouts = layouts_of(args)
     args = _roomy(args, layouts) if args.target == "serve" else args
     arguments = {name: POOL_OF[name] if _in_pools(args) else "layout" for name in layouts}
@@ -147,7 +157,11 @@ def _check_machines(args: RenderArgs, machines: dict[str, Machine]) -> None:
 
 
 def files_of(args: RenderArgs, deployment: Deployment) -> Files:
-    """Returns the files of the target."""
+    """Returns the files of ``args.target`` for `deployment`, by name.
+
+    Raises `LayoutError` for a name, address, image or label that the target would reject, and if machines, instance type,
+    region, zone or project are missing for ``ray-up``.
+    """
     if args.target == "serve":
         return {"serve.yaml": [serve_file(deployment, ingress_on_head=True)]}
     if args.target == "kuberay":

@@ -13,7 +13,8 @@ Files = dict[str, list[dict[str, Any]]]
 
 
 def write(files: Files, out: Path) -> None:
-    """Write the files into the folder `out`, which is created if needed. Raises `OSError`."""
+    """Write `files` (documents by file name) as YAML into the folder `out`, which is created if needed, and print each path on
+    stderr. Existing files are overwritten. Raises `OSError`."""
     out.mkdir(parents=True, exist_ok=True)
     for name, documents in files.items():
         (out / name).write_text(text_of(documents))
@@ -21,7 +22,7 @@ def write(files: Files, out: Path) -> None:
 
 
 def text_of(documents: list[dict[str, Any]]) -> str:
-    """Returns the documents as YAML, with long texts as blocks."""
+    """Returns plain `documents` as YAML text, one after the other, with texts of several lines as blocks."""
     return yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -29,6 +30,7 @@ class _Blocks(yaml.SafeDumper):
     """YAML dumper that writes texts of several lines as blocks, and repeated values in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """See `yaml.SafeDumper.ignore_aliases`. Returns True: no value is written as an alias."""
         return True
 
 

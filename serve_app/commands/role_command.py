@@ -22,10 +22,12 @@ _ANSWER_S, _GLANCE_S = 20.0, 5.0
 
 
 def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
-    """Change the role of `replica` in the application `name`, or in the only one (`serve_app.deployment.applications`).
+    """Change the role of `replica` (its name) to `becomes` on the cluster at `address` (None: the one that is found), and wait
+    until it has changed.
 
-    Exits with 1 if the role does not change, and with 2 if `becomes` is no role, no cluster answers, or several applications
-    match.
+    The change is given up after `within_s` seconds. `name` is the application; None: see `serve_app.deployment.applications`.
+    `as_json` prints the report as JSON. Exits with 1 if the role does not change, and with 2 if `becomes` is no role, no
+    cluster answers, or several applications match. Raises `TimeoutError` if the HTTP process does not answer in 20 s.
     """
     if becomes not in list(Role):
         print(f"error: {becomes!r} is not a role; the roles are {', '.join(Role)}", file=sys.stderr)
@@ -65,8 +67,8 @@ def _changed(name: str, replica: str, becomes: str, within_s: float, quiet: bool
 
 
 def role_reports(name: str) -> list[RoleReport]:
-    """Returns the role of each replica in the pools of the application `name` on the connected cluster; an empty list if the
-    roles are not available now."""
+    """Returns the role report of each replica in the pools of the application `name` on the connected cluster; an empty list if
+    there are no pools, or if the roles are not available in 5 s."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -50,10 +50,14 @@ def run_server(
     shape: local.EmbeddedShape | None = None,
     replace: bool = False,
 ) -> None:
-    """Serve until interrupted. Errors are found before anything starts, as far as possible.
+    """Serve until interrupted (Ctrl-C or SIGTERM). Errors are found before anything starts, as far as possible.
 
-    `shape`: the Ray nodes to embed. `replace`: take the place of an application that already runs on the cluster. Raises
-    `ModelError` or `LayoutError`; exits with 2 after one message, or with 130 if interrupted before the service was ready.
+    `host` and `port` are those for HTTP (0: any free port), `address` is the Ray cluster to join (None: ``RAY_ADDRESS``, else
+    an embedded one), and `json_logs` writes log lines as JSON. `shape`: the Ray nodes to embed. `replace`: take the place of an
+    application that already runs on the cluster.
+
+    Raises `ModelError` or `LayoutError` for an impossible request; exits with 2 after one message for other errors, or with 130
+    if interrupted before the service was ready. If the cluster is lost, the process ends with 2.
     """
     _set_logs(json_logs)
     served, texts = _preflight(args, address, shape)

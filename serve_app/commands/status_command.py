@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def run_status(address: str | None, as_json: bool, name: str | None = None) -> None:
-    """Print the state of the application `name` on a cluster, or of the only one (`serve_app.deployment.applications`).
+    """Print the state of the application `name` (None: see `serve_app.deployment.applications`) on the cluster at `address`
+    (None: the one that is found), as JSON with `as_json`.
 
     Exits with 1 unless it runs, and with 2 if no cluster answers or several applications match.
     """

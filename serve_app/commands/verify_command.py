@@ -48,8 +48,12 @@ class VerifyArgs(BaseModel):
 
 
 def run_verify(args: VerifyArgs, *, as_json: bool) -> None:
-    """Verify and print the report. Exits with 1 if the layout is at fault. Raises `ModelError` or `LayoutError` if the request
-    is not valid."""
+    """Compare the layout's results with those of one rank on this machine's CPU, print the report (as JSON with `as_json`), and
+    exit: with 0 if they agree within rounding, else with 1.
+
+    Raises `ModelError` if the model cannot be read, and `LayoutError` if the layout is illegal or the prompts are longer than
+    the model's context.
+    """
     files = resolve(args.model)
     config = _config(args, files)
     prompts = make_prompts(files, config.spec, _longest(args, config.layout))
@@ -92,8 +96,11 @@ def _longest(args: VerifyArgs, layout: Layout) -> int:
 
 
 def make_prompts(files: ModelFiles, spec: ModelSpec, longest: int) -> list[list[int]]:
-    """Returns four prompts of different lengths, the longest with `longest` tokens: text if there is a tokenizer, else random
-    ids."""
+    """Returns prompts (token ids) of up to four different lengths, the longest first, with `longest` tokens: text if the model
+    has a tokenizer, else random ids. The same arguments always give the same prompts.
+
+    Raises `TokenizerError` or `TemplateError` if the model's text files cannot be read.
+    """
     lengths = sorted({longest, max(1, longest * 5 // 8), max(1, longest // 3), max(1, longest // 12)}, reverse=True)
     tokenizer = read_text_files(files.path).tokenizer
     if tokenizer is None:

@@ -14,10 +14,10 @@ class ApplicationError(ValueError):
 
 
 def application_name(details: dict[str, Any], asked: str | None) -> str:
-    """Returns the application to use, from Serve's details (``ServeInstanceDetails``).
+    """Returns the name of the application to use, from Serve's details (``ServeInstanceDetails`` as plain values).
 
-    It is the one `asked` for, else ``shardwright``, else the only Shardwright application, else ``shardwright``. Raises
-    `ApplicationError` if there are several.
+    It is `asked`, the name that the user gave, even if it does not exist; if that is None, ``shardwright`` if it exists, else
+    the only Shardwright application, else ``shardwright``. Raises `ApplicationError` if there are several.
     """
     if asked is not None:
         return asked
@@ -32,7 +32,8 @@ def application_name(details: dict[str, Any], asked: str | None) -> str:
 
 
 def chosen(details: dict[str, Any], asked: str | None) -> str:
-    """Returns the application to use, for a command: exits with 2 and the reason if there are several."""
+    """Returns the same name as `application_name`, for a command: prints the reason and exits with 2 if there are several
+    applications."""
     try:
         return application_name(details, asked)
     except ApplicationError as error:
@@ -41,8 +42,8 @@ def chosen(details: dict[str, Any], asked: str | None) -> str:
 
 
 def applications(details: dict[str, Any]) -> list[str]:
-    """Returns the names of the Shardwright applications, recognised by their import path or, if Serve does not report it, by
-    their deployments."""
+    """Returns the sorted names of the Shardwright applications in Serve's `details` (``ServeInstanceDetails`` as plain values),
+    recognised by their import path or, if Serve does not report it, by their deployments."""
     return sorted(name for name, found in details.get("applications", {}).items() if _is_ours(found))
 
 

@@ -45,8 +45,12 @@ class ModelFiles:
 
 
 def resolve(model: str, header_only: bool = False) -> ModelFiles:
-    """Returns the files of `model`. Downloads only for a hub id (``owner/name``), and with `header_only` only the configuration
-    files, no weights. Raises `ModelError`."""
+    """Returns the files of `model`: a built-in name, the path of a folder or GGUF file, or a hub id (``owner/name``).
+
+    Downloads only for a hub id, into the user's Hugging Face cache, and with `header_only` only the configuration files, no
+    weights. Raises `ModelError` if there are no such files, the built-in model's package is not installed, or the download
+    fails.
+    """
     if model in BUILT_IN:
         return ModelFiles(model, _packaged(BUILT_IN[model]))
     path = Path(model).expanduser()
@@ -58,7 +62,7 @@ def resolve(model: str, header_only: bool = False) -> ModelFiles:
 
 
 def installed(model: BuiltIn) -> bool:
-    """Whether the package that contains the model is installed."""
+    """Returns whether the package that contains the built-in model is installed."""
     return importlib.util.find_spec(model.package) is not None
 
 

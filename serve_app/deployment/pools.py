@@ -33,21 +33,22 @@ class Service:
 
     @property
     def engine(self) -> ReplicaSettings:
-        """Settings of the replicas that answer requests."""
+        """The settings of the replicas that answer requests (the decode pool, if there are pools, or else the mixed pool)."""
         return next(iter(self.by_name.values()))
 
     @property
     def in_pools(self) -> bool:
-        """Whether KV is handed off between pools."""
+        """Whether the replicas are in pools, between which KV is handed off."""
         return self.engine.in_pool
 
     @property
     def devices(self) -> int:
-        """Total number of ranks in all replicas."""
+        """The total number of ranks in all replicas of all deployments."""
         return sum(settings.layout.devices for settings in self.by_name.values())
 
     def with_each(self, **changes: object) -> Service:
-        """Returns a copy with these fields of all settings changed."""
+        """Returns a copy with `changes`, fields of `ReplicaSettings` and their new values, made in the settings of every
+        deployment. The values are not validated."""
         return Service({name: each.model_copy(update=changes) for name, each in self.by_name.items()})
 
     def __str__(self) -> str:
@@ -60,12 +61,15 @@ _FOR = {ENGINE: "for tokens", MIXED: "for both", PREFILL: "for prompts"}
 
 
 def layouts(args: ServeArgs) -> dict[str, Layout]:
-    """Returns the layouts of all pools, by deployment. Raises `LayoutError`."""
+    """Returns the layout of each pool by the name of its deployment, with ``replicas`` set; one layout if there are no pools.
+
+    Raises `LayoutError` if a text is no layout, or if the pools in `args` do not go together.
+    """
     return {name: Layout.parse(each.layout) for name, each in _each(args).items()}
 
 
 def devices(args: ServeArgs) -> int:
-    """Returns the total number of ranks in all replicas. Raises `LayoutError`."""
+    """Returns the total number of ranks in all replicas of all pools. Raises `LayoutError` as `layouts` does."""
     return sum(layout.devices for layout in layouts(args).values())
 
 
@@ -91,7 +95,7 @@ def service(
 
 
 def check_nixl() -> None:
-    """Raises `LayoutError` if this machine cannot run ranks that hand off KV."""
+    """Raises `LayoutError` if the NIXL package, over which ranks in pools hand off KV, is not installed on this machine."""
     if not any(find_spec(name) for name in _NIXL):
         raise LayoutError("pools exchange KV over NIXL, which is not installed here: pip install 'shardwright[pools]'")
 

@@ -13,8 +13,12 @@ from serve_app.text.tokenizer import TokenizerError
 
 
 def check_files(path: Path, spec: ModelSpec) -> TextFiles:
-    """Check the headers and read the text files, without the weights. Raises `ModelError`, which names the file (and tensor) at
-    fault."""
+    """Check that the checkpoint at `path` has all tensors of `spec`, from its headers without the weights, and read its
+    tokenizer and chat template, which are returned.
+
+    Raises `ModelError`, which names the file (and tensor) at fault, if a tensor is missing or wrong, or a text file cannot be
+    used.
+    """
     check_tensors(path, spec)
     try:
         return read_text_files(path)

@@ -11,9 +11,12 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def refusal(every: int | None, skew: float | None, spec: ModelSpec, layout: Layout, cluster: ClusterSpec | None) -> str | None:
-    """Returns why experts cannot be rebalanced as requested, with alternatives; None if they can, or if nothing is requested.
+    """Returns why experts cannot be rebalanced between EP ranks as requested, with alternatives, as text; None if they can, or
+    if nothing is requested.
 
-    `every`: steps between checks, 0 for never; `skew`: the balancedness below which a check is made at once.
+    `every`: number of steps between checks, 0 or None for none requested; `skew`: the balancedness (mean load / largest load)
+    below which a check is made at once, None for none requested. `cluster`: nodes on which an alternative layout must fit, if
+    known.
     """
     asked = [f"rebalance_every={every}"] if every else []
     asked += [f"rebalance_skew={skew}"] if skew is not None else []

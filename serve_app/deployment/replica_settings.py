@@ -28,7 +28,8 @@ def replica_settings(
     devices: int | None = None,
     header_only: bool = False,
 ) -> ReplicaSettings:
-    """Returns the settings of one replica. Reads only the model's headers. Raises `ModelError` or `LayoutError`.
+    """Returns the settings of one replica of the layout ``args.layout``, on ranks of `device`. Reads only the model's headers,
+    which it may download.
 
     `devices`: number of ranks that share the cluster, if there are more than those of the layout. `header_only`: whether the
     model may lack its weights here, because other machines load them.
@@ -45,10 +46,11 @@ def replica_settings(
 
 
 def compute_dtype(asked: Literal["auto"] | DType, spec: ModelSpec, device: str) -> DType:
-    """Returns the type to compute in: the requested one, or the checkpoint's own.
+    """Returns the type to compute in on `device` (``cpu`` or ``cuda``): `asked`, or for ``auto`` the checkpoint's own.
 
-    On a CPU, where float16 is slow, it becomes bfloat16, or float32 if the CPU has no bfloat16 instructions. A quantised file
-    is computed in float32 on a CPU: its values are not bfloat16 numbers, and rounding makes small quantised models incoherent.
+    For ``auto`` on a CPU, where float16 is slow, it is bfloat16, or float32 if the checkpoint is float32 or quantised, or if
+    the CPU has no bfloat16 instructions. Values of a quantised file are not bfloat16 numbers, and rounding makes small
+    quantised models incoherent.
     """
     if asked != "auto":
         return asked

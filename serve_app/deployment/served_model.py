@@ -33,6 +33,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
+        """The name that answers carry: the first of `names`."""
         return self.names[0]
 
     @classmethod
@@ -46,9 +47,11 @@ class ServedModel:
         created: int | None = None,
         aliases: Sequence[str] = (),
     ) -> Self:
-        """Open the model at `path` (a Hugging Face folder or a GGUF file) with its tokenizer and template.
+        """Returns the model at `path` (a Hugging Face folder or a GGUF file) with its tokenizer and template, if it has them.
 
-        Raises `serve_app.text.tokenizer.TokenizerError` or `serve_app.text.template.TemplateError`.
+        `name` and `aliases` are the names that clients may use, `max_model_len` is the limit of prompt and generated tokens
+        together, and `created` is in seconds since 1970 (None: now). Raises `serve_app.text.tokenizer.TokenizerError` or
+        `serve_app.text.template.TemplateError` if the text files cannot be used.
         """
         text = read_text_files(path)
         return cls(

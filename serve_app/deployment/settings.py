@@ -95,14 +95,22 @@ class ArgumentError(ReportedError, ValueError):
 
 
 def read_api_keys(args: ServeArgs) -> tuple[str, ...]:
-    """Returns the accepted API keys, including those of the file. An empty tuple means that no key is needed."""
+    """Returns the accepted API keys: those in `args`, and the lines of the file ``args.api_keys_file``, read now. An empty
+    tuple means that no key is needed.
+
+    A missing file counts as empty. Raises `OSError` or `UnicodeDecodeError` if it cannot be read.
+    """
     path = None if args.api_keys_file is None else Path(args.api_keys_file)
     lines = path.read_text().splitlines() if path is not None and path.exists() else []
     return (*args.api_keys, *(line.strip() for line in lines if line.strip()))
 
 
 def parse_args(arguments: Mapping[str, Any]) -> ServeArgs:
-    """Parse the arguments. Raises `ArgumentError`, with all errors in one message."""
+    """Parse `arguments`, the fields of `ServeArgs` as plain values or texts.
+
+    Returns the settings. Raises `ArgumentError`, with all errors in one message, for an unknown name or a value that is not
+    valid.
+    """
     try:
         return ServeArgs.model_validate(arguments)
     except ValidationError as error:

@@ -14,21 +14,23 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def error_text(error: Exception) -> str:
-    """Returns the text of a Shardwright error, wherever it was raised; for any other error, its type and the line with its
-    message."""
+    """Returns the text about `error` for the user: for a `ReportedError`, even one raised in another process, its message as
+    `text_of` shortens it; for any other error, the line with its type and message (see `foreign_reason`)."""
     report = report_of(error)
     return text_of(report) if report is not None else foreign_reason([f"{type(error).__name__}: {error}"])
 
 
 def text_of(report: ErrorReport) -> str:
-    """Returns the first line of a report's message, and the lines of the list (``- ...``) that follows it."""
+    """Returns the first line of a report's message, and the lines of the list (``- ...``) that follows it; the report's code if
+    the message is empty."""
     lines = _lines(report.message) or [report.code]
     return "\n".join([lines[0], *_list_after(0, lines)])
 
 
 def foreign_reason(messages: Sequence[str]) -> str:
-    """Returns the reason in texts that Ray or Serve wrote, full of tracebacks: the last error in the first text that has one,
-    else the last line."""
+    """Returns the reason in `messages`, texts that Ray or Serve wrote, full of tracebacks: the last error in the first text
+    that has one, with the list (``- ...``) that follows it; else the last line of the first text that is not empty; else a
+    sentence that there is no reason."""
     for message in messages:
         lines = _lines(message)
         raised = [(at, found[1]) for at, line in enumerate(lines) if (found := _RAISED.search(line))]

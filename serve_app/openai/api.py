@@ -27,7 +27,8 @@ __all__ = ["ApiSettings", "create_api"]
 
 
 def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | None = None) -> FastAPI:
-    """Create the application that serves `model` from `backend`. Its only state is its metrics."""
+    """Returns the FastAPI application of the endpoint, which serves `model` with the tokens that `backend` generates.
+    `settings`: limits and keys; None: the defaults. Its only state is its metrics."""
     settings, metrics = settings or ApiSettings(), Metrics()
     app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestId, on_answers=settings.request_id_on_answers)

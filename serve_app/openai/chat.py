@@ -20,7 +20,11 @@ from serve_app.text.tokenizer import Tokenizer
 
 
 async def job(model: ServedModel, settings: ApiSettings, fields: ChatFields, origin: Origin, created: int) -> Job:
-    """Returns the job of a chat request. Raises `ApiError` (400)."""
+    """Returns the checked job of a chat request, with its prompt as token ids.
+
+    `origin` is the request's id and time limit; `created` is the time in the answer, in seconds since 1970. Raises `ApiError`
+    (400) for fields that are not valid for this model, or a prompt that is too long.
+    """
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "only goes with logprobs: true")
     newer = fields.max_completion_tokens is not None
@@ -58,19 +62,24 @@ class ChatResponseBuilder:
 
     @property
     def shows_tokens(self) -> bool:
+        """See `ResponseBuilder.shows_tokens`. True if logprobs or token ids were requested."""
         return self.fields.logprobs or self.fields.return_token_ids
 
     def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
+        """See `ResponseBuilder.opening`. Returns one chunk, with the role of the assistant."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})]
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
+        """See `ResponseBuilder.chunk`. The last chunk of a choice has the prompt's token ids, if token ids were requested."""
         return self._chunk(self._choice(delta, "delta", {"content": delta.text} if delta.text or not delta.finish else {}))
 
     def last(self) -> dict[str, Any]:
+        """See `ResponseBuilder.last`."""
         return self.envelope.object("chat.completion.chunk", [])
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
+        """See `ResponseBuilder.whole`."""
         made = [
             self._choice(choice, "message", {"role": "assistant", "content": choice.text, "refusal": None})
             for choice in choices

@@ -21,7 +21,11 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def job(model: ServedModel, settings: ApiSettings, fields: CompletionFields, origin: Origin, created: int) -> Job:
-    """Returns the job of a completion request. Raises `ApiError` (400)."""
+    """Returns the checked job of a completion request, with its prompts as token ids.
+
+    `origin` is the request's id and time limit; `created` is the time in the answer, in seconds since 1970. Raises `ApiError`
+    (400) for fields that are not valid for this model, or a prompt that is too long.
+    """
     asked = Asked(
         max_tokens=fields.max_tokens,
         default_max=_DEFAULT_MAX_TOKENS,
@@ -53,18 +57,23 @@ class CompletionResponseBuilder:
 
     @property
     def shows_tokens(self) -> bool:
+        """See `ResponseBuilder.shows_tokens`. True if logprobs or token ids were requested, or if there is no tokenizer."""
         return self.fields.logprobs is not None or self.fields.return_token_ids or self.tokenizer is None
 
     def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
+        """See `ResponseBuilder.opening`. Returns no chunks."""
         return []
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
+        """See `ResponseBuilder.chunk`. The last chunk of a choice has its prompt's token ids, if token ids were requested."""
         return self.envelope.object("text_completion", [self._choice(delta)])
 
     def last(self) -> dict[str, Any]:
+        """See `ResponseBuilder.last`."""
         return self.envelope.object("text_completion", [])
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
+        """See `ResponseBuilder.whole`."""
         return self.envelope.object("text_completion", [self._choice(choice) for choice in choices])
 
     def _choice(self, delta: Delta) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _LOST = ApiError(503, "The server lost the process that was answering; ask again
 
 
 def in_front() -> list[Middleware]:
-    """Returns the middleware. Serve's proxy calls this when it starts."""
+    """Returns the middleware to put in front of Serve's HTTP proxy (`Front`). The proxy calls this function when it starts, by
+    its import path in `SETTING`."""
     return [Middleware(Front)]
 
 
@@ -61,7 +62,8 @@ class _Answer:
         self._done = False
 
     async def send(self, message: Message) -> None:
-        """Forward a message, or hold it back if it belongs to an error in plain text."""
+        """Forward an ASGI message to the client, or hold it back if it belongs to an error in plain text, which `complete`
+        sends as JSON."""
         if message["type"] == "http.response.start":
             self._start = message
             if message["status"] >= 400 and self._type().startswith("text/plain"):
@@ -75,7 +77,8 @@ class _Answer:
         await self._send(message)
 
     async def complete(self) -> None:
-        """Send the missing rest of the answer."""
+        """Send the missing rest of the answer, after the application has returned: the JSON of a plain-text error, an error
+        (503) if there was no answer, or an error event and the end marker of a broken-off event stream."""
         if self._start is None:
             await self._error(_LOST)
         elif self._plain is not None:

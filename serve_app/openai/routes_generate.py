@@ -30,7 +30,8 @@ MakeJob = Callable[[dict[str, Any], Origin], Awaitable[Job]]
 
 
 def add_generation(router: APIRouter, model: ServedModel, backend: Backend, settings: ApiSettings, metrics: Metrics) -> None:
-    """Add ``/v1/completions`` and ``/v1/chat/completions``."""
+    """Add the routes ``/v1/completions`` and ``/v1/chat/completions`` to `router`. Their requests run on `backend` and are
+    counted in `metrics`."""
 
     async def completion_job(body: dict[str, Any], origin: Origin) -> Job:
         fields = CompletionFields.parse(body)
@@ -69,7 +70,8 @@ def add_generation(router: APIRouter, model: ServedModel, backend: Backend, sett
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """Check the model name of a request, which may be absent. Raises `ApiError` (404) for a name that is not served."""
+    """Check `name`, the model name of a request, which may be absent (None). Raises `ApiError` (404) for a name that is not
+    served."""
     if name is not None and name not in model.names:
         raise unknown_model(name, model.names)
 

@@ -19,7 +19,7 @@ from serve_app.openai.routes_generate import check_model
 
 
 def add_models(router: APIRouter, model: ServedModel) -> None:
-    """Add ``/v1/models`` and ``/v1/models/{id}``."""
+    """Add the routes ``/v1/models`` and ``/v1/models/{id}`` to `router`, with an entry for each name of `model`."""
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -33,7 +33,7 @@ def add_models(router: APIRouter, model: ServedModel) -> None:
 
 
 def add_tokens(router: APIRouter, model: ServedModel, settings: ApiSettings) -> None:
-    """Add ``/tokenize`` and ``/detokenize``."""
+    """Add the routes ``/tokenize`` (a text or chat messages to token ids) and ``/detokenize`` to `router`."""
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:

@@ -17,7 +17,8 @@ _log = logging.getLogger("shardwright.api")
 
 
 def add_status(router: APIRouter, backend: Backend, metrics: Metrics) -> None:
-    """Add ``/health``, ``/metrics`` and ``/version``."""
+    """Add the routes ``/health`` (503 if `backend` cannot serve), ``/metrics`` (Prometheus text of `metrics` and of the
+    backend's gauges) and ``/version`` to `router`."""
 
     @router.get("/health")
     async def health() -> Response:

@@ -45,15 +45,16 @@ class Backend(Protocol):
         """Yields the events of one request. The last one carries `finish`, after which the generator ends by itself.
 
         An event without tokens may be sent as soon as the request is admitted: a streamed answer starts (status and headers)
-        once every choice has had its first event. Raises `BackendRefused` before the first event. Closing the generator before
-        its end cancels the request; a request that has finished is never closed early.
+        once every choice has had its first event. Closing the generator before its end cancels the request; a request that has
+        finished is never closed early. Raises `BackendRefused` before the first event if the request is not accepted.
         """
 
     async def health(self) -> Health:
-        """Returns whether requests can be served now."""
+        """Returns whether requests can be served now, the reason if they cannot, and the number of replicas that can serve."""
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Returns the gauges for ``/metrics`` by replica name, then by metric name in snake case. May be empty."""
+        """Returns the current gauges of each replica for ``/metrics``, by replica name, then by metric name in snake case, as
+        in ``name`` or ``name:label=value``. May be empty."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns the gauges of the whole service by metric name in snake case. May be empty."""
+        """Returns the current gauges of the whole service for ``/metrics``, by metric name in snake case. May be empty."""

@@ -58,10 +58,10 @@ class HandleBackend:
         self._receiver: TokenReceiver | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Yields the events of one request; see `serve_app.routing.backend.Backend`. A replica that dies ends it with one error
-        event.
+        """See `Backend.generate`. A replica that dies ends the request with one error event.
 
-        A replica that is down refuses before any part of the request has run, so the other replicas are tried in turn.
+        A replica that is down refuses before any part of the request has run, so the other replicas are tried in turn. Raises
+        `BackendRefused` also if no replica takes the request in `wait_s` seconds.
         """
         refused_by: list[str] = []
         while True:
@@ -145,7 +145,8 @@ class HandleBackend:
         return self._receiver
 
     async def health(self) -> Health:
-        """Returns healthy while at least one replica is; the reason is that of the first unhealthy one."""
+        """See `Backend.health`. Healthy while at least one replica is; otherwise the reason is that of the first unhealthy
+        one."""
         answers = await broadcast(self._engine, "health")
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
@@ -154,12 +155,12 @@ class HandleBackend:
         return Health(ok=well > 0, reason="" if well else reason, replicas=well)
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Returns the gauges of each replica's engine, by replica name."""
+        """See `Backend.stats`. Replicas that do not answer are left out."""
         answers = await asyncio.gather(*(broadcast(pool, "gauges") for pool in self._pools()))
         return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns no gauges: a single pool has none besides those of its replicas."""
+        """See `Backend.gauges`. Returns none: a single pool has no gauges besides those of its replicas."""
         return {}
 
     def _pools(self) -> Sequence[DeploymentHandle[Any]]:

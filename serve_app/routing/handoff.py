@@ -29,11 +29,12 @@ class PrefillReplicas:
         self._pool_members, self._sender = pool_members, TokenSender()
 
     async def run(self, request: GenerateRequest, ticket: KVTicket, by: str, ended: Callable[[str | None], None]) -> None:
-        """Have the prompt computed by a replica other than `by`, which decodes. Returns when that has ended in any way;
-        cancelling gives it up.
+        """Have the prompt of `request` computed and its KV sent to the replica named `by`, which issued `ticket` and decodes.
+        The least busy other replica is asked first; one that is down or refuses is passed over.
 
-        `ended` is called with a fault, or with None if everything was sent. It is not called if the replica was too busy or the
-        request was cancelled.
+        Returns when that has ended in any way; cancelling gives it up. If no replica computes the prompt, the decode replica is
+        notified. `ended` is called with the reason of a failure, or with None if everything was sent. It is not called if the
+        replica was too busy or the request was cancelled.
         """
         asked = request.model_copy(update={"request_id": ticket.ticket_id, "reserves": False, "ticket": ticket})
         excluded: list[str] = []

@@ -33,28 +33,30 @@ class HandoffProbe:
 
     @property
     def failure(self) -> str:
-        """Reason why prompts are not handed off; empty if they are."""
+        """The reason why prompts are not handed off; empty if they are, or if there is nothing to probe."""
         return self._failure
 
     @property
     def is_tried(self) -> bool:
-        """Whether there has been a verdict."""
+        """Whether there has been a verdict, or none is needed."""
         return self._first.is_set() or not self._is_needed
 
     def gauges(self) -> dict[str, float]:
-        """Returns the gauge for ``/metrics``."""
+        """Returns the gauge for ``/metrics``: ``handoff_works``, 1 or 0; no gauge if there is nothing to probe."""
         return {"handoff_works": float(not self._failure)} if self._is_needed else {}
 
     def on_handoff_end(self, failure: str | None) -> None:
-        """Record how the hand-off of a prompt ended; None: well. A fault may concern that prompt only, so it just causes a
-        trial."""
+        """Record how the hand-off of a client's prompt ended: `failure` is the reason of its failure, or None if it succeeded.
+
+        A success is a verdict. A failure may concern that prompt only, so it just causes a trial soon.
+        """
         if failure is None:
             self.set_verdict("")
         else:
             self._is_suspect = True
 
     def set_verdict(self, failure: str) -> None:
-        """Set the verdict: the failure, or an empty text if prompts are handed off."""
+        """Set the verdict: `failure` is the reason why prompts are not handed off, or empty if they are. A change is logged."""
         if failure and failure != self._failure:
             log.warning("prompts are not handed off between the pools, decode replicas compute them: %s", failure)
         elif self._failure and not failure and self._first.is_set():
@@ -64,7 +66,8 @@ class HandoffProbe:
         self._first.set()
 
     async def first(self, within_s: float) -> None:
-        """Wait for the first verdict, at most `within_s` seconds."""
+        """Wait for the first verdict, at most `within_s` seconds; then only a line is logged. Returns at once if there is
+        nothing to probe."""
         if self._is_needed:
             try:
                 async with asyncio.timeout(within_s):
@@ -73,10 +76,10 @@ class HandoffProbe:
                 log.warning("the hand-off probe has no result after %g s", within_s)
 
     async def run(self, look: Callable[[], Awaitable[str | None]], attempt: Callable[[], Awaitable[str]]) -> None:
-        """Probe for as long as the process lives.
+        """Probe for as long as the process lives, about every second; it never returns. To be run as a task.
 
-        `look` returns the reason why a trial must fail, None if it is too early for one, or ``""``. `attempt` makes a trial and
-        returns its fault, or ``""`` if it succeeded.
+        `look` returns the reason why a trial must fail, None if it is too early for one, or ``""`` if one can be made.
+        `attempt` makes a trial and returns its fault, or ``""`` if it succeeded. Their exceptions are logged.
         """
         while True:
             try:

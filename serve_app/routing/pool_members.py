@@ -31,6 +31,7 @@ class PoolMember:
 
     @property
     def name(self) -> str:
+        """The name of the replica."""
         return self.report.name
 
 
@@ -50,12 +51,15 @@ class PoolMembers:
 
     @property
     def is_known(self) -> bool:
-        """Whether the replicas have been asked at all."""
+        """Whether the replicas have been asked for their reports at all."""
         return self._asked_at is not None
 
     async def refresh(self, at_once: bool = False) -> None:
-        """Ask all replicas; unless `at_once`, only if the last reports are not fresh. A pool that does not answer keeps its
-        members."""
+        """Ask all replicas for their reports; unless `at_once`, only if the last reports are older than 0.2 s.
+
+        Replicas that do not answer are removed, except that a pool with an answer that comes too late (after 5 s) keeps its
+        members.
+        """
         async with self._asking:
             if not at_once and self._asked_at is not None and time.monotonic() - self._asked_at < _FRESH_S:
                 return
@@ -70,11 +74,13 @@ class PoolMembers:
         self._members = others | {each.name: PoolMember(pool, each) for each in reports}
 
     def able(self, work: WorkKind, excluded: Collection[str] = ()) -> list[PoolMember]:
-        """Returns the healthy replicas that accept this kind of work now."""
+        """Returns the healthy replicas that accept this kind of work now, according to their last reports, by pool and name.
+        `excluded` are names of replicas to leave out."""
         return [each for each in self if work in each.report.admits and each.report.down is None and each.name not in excluded]
 
     def able_for(self, name: str, excluded: Collection[str] = ()) -> list[PoolMember]:
-        """Returns the replicas that can compute prompts which the replica `name` then decodes.
+        """Returns the replicas that can compute prompts which the replica `name` then decodes. `excluded` are names of replicas
+        to leave out.
 
         A mixed replica asks only those mixed ones whose names come after its own. Reserved blocks here wait for blocks there;
         in a circle of full replicas, each would otherwise wait for the next until the leases expire.
@@ -85,22 +91,23 @@ class PoolMembers:
         return [each for each in able if each.report.role is Role.PREFILL or each.name > name]
 
     def least_busy(self, members: Collection[PoolMember]) -> PoolMember | None:
-        """Returns one of the least busy of `members`, chosen at random; None if there are none."""
+        """Returns one of the `members` with the lowest `load`, chosen at random; None if there are no members."""
         least = min(map(self.load, members), default=0)
         return random.choice([each for each in members if self.load(each) == least]) if members else None
 
     def generate(self, member: PoolMember) -> Any:
-        """Returns the handle method that sends requests to the replica's pool."""
+        """Returns the Serve handle of the method `Replica.generate` in the pool of `member`; the call's ``preferred_replica``
+        selects the replica."""
         return self._generates[member.pool]
 
     def load(self, member: PoolMember) -> int:
-        """Returns the number of prompts and requests a replica has: the number it reported or the number sent from here,
-        whichever is larger."""
+        """Returns the number of prompts and requests in progress on a replica: the number it reported or the number sent from
+        here, whichever is larger."""
         return max(member.report.ongoing, self._given[member.name])
 
     @contextmanager
     def giving(self, name: str) -> Iterator[None]:
-        """Count one more request on a replica for the duration of the block."""
+        """Returns a context manager that counts one more request on the replica `name`, for `load`, until its end."""
         self._given[name] += 1
         try:
             yield

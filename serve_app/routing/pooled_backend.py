@@ -58,14 +58,16 @@ class PooledBackend(HandleBackend):
         self._has_waited = False
 
     async def started(self) -> None:
-        """Wait until the first trial hand-off has succeeded or failed. Later calls return at once."""
+        """Wait until the first trial hand-off has succeeded or failed, at most 60 s. Later calls return at once. Starts the
+        hand-off probe."""
         self._watching()
         if not self._has_waited:
             self._has_waited = True
             await self._handoff_probe.first(_FIRST_VERDICT_S)
 
     async def health(self) -> Health:
-        """Returns healthy while a replica accepts requests, and prompts are handed off or need not be."""
+        """See `Backend.health`. Healthy while a replica accepts requests, and the hand-off between the pools has been tried,
+        and works or is not required. The reason also says if a hand-off that is not required fails."""
         self._watching()
         await self._pool_members.refresh()
         able = self._pool_members.able(WorkKind.REQUEST)
@@ -79,16 +81,21 @@ class PooledBackend(HandleBackend):
         return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else "", replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns the gauge that shows whether prompts are handed off."""
+        """See `Backend.gauges`. Returns the gauge that shows whether prompts are handed off: ``handoff_works``."""
         return self._handoff_probe.gauges()
 
     async def roles(self) -> list[RoleReport]:
-        """Returns the role report of every replica."""
+        """Returns the role report of every replica, by pool and name. The replicas are asked unless they have just been."""
         await self._pool_members.refresh()
         return [member.report for member in self._pool_members]
 
     async def change_role(self, replica: str, role: Role, within_s: float) -> RoleReport:
-        """Change the role of a replica; see `role_change.change_role`. Raises `RoleRefused`."""
+        """Change the role of the replica named `replica` to `role`, or give up after `within_s` seconds; see
+        `role_change.change_role`.
+
+        Returns the state of the change, which goes on after the call. Raises `RoleRefused` if there is no such replica, it does
+        not answer, or no replica would be left for a kind of work.
+        """
         needed = (WorkKind.REQUEST, WorkKind.PROMPT) if self._requires else (WorkKind.REQUEST,)
         return await role_change.change_role(self._pool_members, replica, role, within_s, needed)
 

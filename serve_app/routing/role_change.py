@@ -17,10 +17,11 @@ class RoleRefused(ValueError):
 async def change_role(
     pool_members: PoolMembers, replica: str, role: Role, within_s: float, needed: Collection[WorkKind]
 ) -> RoleReport:
-    """Have `replica` become `role` once it has finished the work that the new role does not include.
+    """Have the replica named `replica` become `role` once it has finished the work that the new role does not include.
 
-    The change is abandoned after `within_s` seconds. Returns the current state; `pool_members` shows the progress. Raises
-    `RoleRefused` if a kind of work in `needed` would be left without a replica, in which case nothing changes.
+    The change is abandoned after `within_s` seconds. Returns the state after the begin of the change; `pool_members`, whose
+    reports are refreshed, shows the progress. Raises `RoleRefused` if there is no such replica or it does not answer, or if a
+    kind of work in `needed` would be left without a replica, in which case nothing changes.
     """
     await pool_members.refresh(at_once=True)
     member = _named(pool_members, replica)

@@ -21,13 +21,17 @@ class EngineRouter(RequestRouter):
     """
 
     def initialize_state(self, **_settings: Any) -> None:
-        """Initialise the counts. Called by Serve once."""
+        """See `RequestRouter.initialize_state`. Sets the counts to 0."""
         self._ongoing: Counter[ReplicaID] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replicas with the fewest requests, of which Serve takes one."""
+        """See `RequestRouter.choose_replicas`. Returns one group: the preferred replica of the request if it is a candidate,
+        else the candidates with the fewest requests, of which Serve takes one.
+
+        Replicas that the request excludes are left out, unless all are excluded.
+        """
         asked = {} if pending_request is None else pending_request.kwargs
         named = [each for each in candidate_replicas if each.replica_id.unique_id == asked.get("preferred_replica")]
         if named:
@@ -40,11 +44,11 @@ class EngineRouter(RequestRouter):
         return [[each for each in willing if self._ongoing[each.replica_id] == fewest]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a request. Called by Serve when a replica was given it."""
+        """See `RequestRouter.on_request_routed`. Counts one more request on the replica."""
         self._ongoing[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request down. Called by Serve when it has ended, however it ended."""
+        """See `RequestRouter.on_request_completed`. Counts one request less on the replica, however the request ended."""
         self._ongoing[replica_id] -= 1
         if self._ongoing[replica_id] <= 0:
             del self._ongoing[replica_id]

@@ -29,11 +29,13 @@ class Detokenizer:
             self.push(token)
 
     def push(self, token: int) -> str:
-        """Returns the characters that this token completes."""
+        """Returns the characters that `token` (an id) completes; empty if it is a skipped special token or ends inside a
+        character. Invalid UTF-8 becomes U+FFFD."""
         if token in self._skipped:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
-        """Returns the rest when the sequence ends inside a character: U+FFFD, as `Tokenizer.decode` writes it."""
+        """Returns the rest at the end of the sequence: U+FFFD if it ends inside a character, as `Tokenizer.decode` writes it,
+        else an empty text."""
         return self._decoder.decode(b"", final=True)

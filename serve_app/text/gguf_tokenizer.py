@@ -21,7 +21,11 @@ Metadata = Mapping[str, Any]
 
 
 def build(metadata: Metadata) -> Tokenizer:
-    """Returns the tokenizer that `metadata` describes. Raises `TokenizerError` for a kind or rule that is not supported."""
+    """Returns the tokenizer that `metadata` (the GGUF keys ``tokenizer.ggml.*`` without the prefix) describes.
+
+    Raises `TokenizerError` for a tokenizer model other than gpt2 and llama, or a pre-tokenizer that is not supported, and
+    `KeyError` if a key that it needs is missing.
+    """
     kind = metadata.get("model")
     if kind == "gpt2":
         inner = _byte_level(metadata)

@@ -27,8 +27,11 @@ class TextFiles:
 
 
 def read_text_files(path: Path) -> TextFiles:
-    """Returns the tokenizer and template of a Hugging Face folder or a GGUF file. Raises `TokenizerError` or
-    `TemplateError`."""
+    """Returns the tokenizer, chat template and start token of a Hugging Face folder or a GGUF file, as far as it has them.
+
+    Raises `TokenizerError` if a file cannot be read or its tokenizer is not supported, and `TemplateError` if the template
+    cannot be read.
+    """
     return _read_folder(path) if path.is_dir() else _read_gguf(path)
 
 

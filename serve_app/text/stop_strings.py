@@ -33,8 +33,11 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> Released:
-        """Returns the text that can be shown after `text` arrived. After a stop string was found, nothing more may be
-        pushed."""
+        """Adds `text` to the input. Returns the text that can be shown now (the rest is held back, since it may begin a stop
+        string), and the stop string that is complete, if any.
+
+        After a stop string was found, nothing more may be pushed.
+        """
         start = len(self._held)
         self._held += text
         for position, character in enumerate(text, start + 1):
@@ -48,7 +51,7 @@ class StopStrings:
         return Released(released)
 
     def finish(self) -> str:
-        """Returns the text still held back, at the end of the input."""
+        """Returns the text still held back, at the end of the input, and empties it; empty after a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -67,7 +70,8 @@ class _Matcher:
         self._borders = _borders(text)
 
     def push(self, character: str) -> bool:
-        """Whether `text` is complete with this character."""
+        """Adds one character. Returns whether the pushed characters now end with `text`. After that, nothing more may be
+        pushed."""
         while self.length and self.text[self.length] != character:
             self.length = self._borders[self.length - 1]
         if self.text[self.length] == character:

@@ -42,10 +42,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt for `messages`.
+        """Returns the text of the prompt for `messages`, each with ``role`` and ``content``.
 
         `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that it is
-        continued. `arguments` are further template variables. Raises `TemplateError`.
+        continued. `arguments` are further template variables. Raises `TemplateError` if the template refuses the messages or
+        fails, or if the final message to continue is empty or altered by the template.
         """
         values = {"tools": None, "documents": None, **self._variables, **(arguments or {})}
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -86,6 +87,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2's own type)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """See `jinja2.ext.Extension.parse`. Returns the nodes of the tag's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -37,7 +37,10 @@ class TokenBytes:
 
 
 def token_bytes(inner: tokenizers.Tokenizer) -> TokenBytes:
-    """Returns the bytes of every token of `inner`. Raises `TokenizerError` if its decoder is not supported."""
+    """Returns the bytes of every token of `inner`, a tokenizer of the `tokenizers` library.
+
+    Raises `TokenizerError` if its decoder is neither byte-level nor of SentencePiece's kind.
+    """
     decoders = _flat(json.loads(inner.to_str())["decoder"])
     kinds = [decoder["type"] for decoder in decoders]
     added = inner.get_added_tokens_decoder()

@@ -27,7 +27,7 @@ class Tokenizer:
         return len(self._bytes.table)
 
     def to_json(self) -> str:
-        """Returns the content of a ``tokenizer.json`` for this tokenizer."""
+        """Returns the content of a ``tokenizer.json`` (JSON text of the `tokenizers` library) for this tokenizer."""
         return str(self._inner.to_str())
 
     def __getstate__(self) -> str:
@@ -42,7 +42,7 @@ class Tokenizer:
         return self._bytes.drops_first_space
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`, in which special tokens are recognised.
+        """Returns the token ids of `text`. Special tokens that are written in the text are recognised.
 
         `add_special_tokens`: whether to add the tokens that the model needs around a text (usually a start token).
         """
@@ -50,22 +50,24 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of a whole sequence. Bytes that are not UTF-8 become U+FFFD, one for each maximal invalid part."""
+        """Returns the text of a whole sequence of token ids, by default without special tokens. Bytes that are not UTF-8 become
+        U+FFFD, one for each maximal invalid part. Ids beyond the vocabulary have no text."""
         kept = [index for index in ids if not (skip_special_tokens and index in self.special_ids)]
         text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
     def token_bytes(self, index: int) -> bytes:
-        """Returns the bytes of one token; none for an id beyond the vocabulary (padding rows of the embedding)."""
+        """Returns the bytes of the token with the id `index`; empty for an id beyond the vocabulary (padding rows of the
+        embedding)."""
         return self._bytes.table[index] if index < len(self._bytes.table) else b""
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a vocabulary entry, or None."""
+        """Returns the id of the vocabulary entry `token`, in the vocabulary's own writing, or None if there is none."""
         index: int | None = self._inner.token_to_id(token)
         return index
 
     def token_label(self, index: int) -> str:
-        """Returns one token as readable text; a part of a character is shown as ``bytes:\\xf0\\x9f``."""
+        """Returns the token with the id `index` as readable text; a part of a character is shown as ``bytes:\\xf0\\x9f``."""
         data = self.token_bytes(index)
         try:
             return data.decode()
@@ -74,7 +76,10 @@ class Tokenizer:
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face ``tokenizer.json``. Raises `TokenizerError`."""
+    """Returns the tokenizer of the Hugging Face file ``tokenizer.json`` at `path`.
+
+    Raises `TokenizerError` if it cannot be read as such, or if its decoder is not supported.
+    """
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

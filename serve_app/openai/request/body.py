@@ -11,7 +11,10 @@ from serve_app.openai.request.errors import ApiError
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Returns the JSON object in the body. Fields that are null count as absent. Raises `ApiError` (400) for anything else."""
+    """Returns the JSON object in the body of `request`. Fields that are null are left out.
+
+    Raises `ApiError` (400) if the body is larger than `max_bytes`, or is not a strict JSON object (see `parse`).
+    """
     value = parse(await _read(request, max_bytes))
     if not isinstance(value, dict):
         raise _bad("The body must be a JSON object.")
@@ -19,8 +22,11 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> Any:
-    """Returns the JSON value in `data`, which must be UTF-8 without NaN, infinities or unpaired surrogates. Raises `ApiError`
-    (400)."""
+    """Returns the JSON value in `data`, as plain Python values.
+
+    Raises `ApiError` (400) if it is not UTF-8 or not valid JSON, is nested too deeply, or contains NaN, an infinity or an
+    unpaired surrogate.
+    """
     try:
         value = json.loads(data.decode(), parse_constant=_constant)
         if b"\\u" in data:

@@ -43,28 +43,34 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """The error type, in OpenAI's terms."""
+        """The error type in OpenAI's terms, such as ``invalid_request_error``, which follows from the status."""
         if self.code == "model_not_found":
             return "invalid_request_error"
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON object of the answer."""
+        """Returns the JSON object of the answer: ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
-    """Returns an error (400) for a request field with an unusable value."""
+    """Returns an error (400) for a request field with an unusable value. `param` is the name of the field, `message` what is
+    wrong with it, and `code` OpenAI's error code."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def unsupported(param: str, instead: str) -> ApiError:
-    """Returns an error (400) for a field that this server knows but does not support."""
+    """Returns an error (400) for the field `param`, which this server knows but does not support. `instead` is the text about
+    the alternative."""
     return ApiError(400, f"{param} is not supported: {instead}", param=param, code="unsupported_parameter")
 
 
 def too_long(param: str, limit: int, prompt_tokens: int, requested: int | None) -> ApiError:
-    """Returns an error (400) for a prompt that leaves no room to generate, with the three numbers."""
+    """Returns an error (400) for a prompt that leaves no room to generate.
+
+    `param` is the field of the prompt, `limit` the model's context length, `prompt_tokens` the prompt's length, and `requested`
+    the number of tokens to generate (None: not given), all in tokens.
+    """
     asked = "the default number of" if requested is None else str(requested)
     return ApiError(
         400,
@@ -76,14 +82,18 @@ def too_long(param: str, limit: int, prompt_tokens: int, requested: int | None) 
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Returns an error (400) with all fields that pydantic rejected; `param` is the first of them."""
+    """Returns an error (400) whose message lists all fields that pydantic rejected; its `param` is the first of them."""
     found = [(str(item["loc"][0]) if item["loc"] else "body", item["msg"]) for item in error.errors(include_input=False)]
     message = "; ".join(dict.fromkeys(f"{field}: {text}" for field, text in found))
     return ApiError(400, message, param=found[0][0], code="invalid_value")
 
 
 def from_refusal(refusal: BackendRefused, retry_after_s: float) -> ApiError:
-    """Returns the error that tells the caller why the backend refused the request."""
+    """Returns the error that tells the caller why the backend refused the request: 400 for a prompt that is too long, 429 if
+    the engine is busy, else 503.
+
+    429 and 503 have a header ``retry-after`` with the refusal's time, or else `retry_after_s`, in seconds, rounded up.
+    """
     if refusal.code == "prompt_too_long":
         return ApiError(400, refusal.message, param="prompt", code="context_length_exceeded")
     retry = math.ceil(refusal.retry_after_s if refusal.retry_after_s is not None else retry_after_s)
@@ -92,7 +102,8 @@ def from_refusal(refusal: BackendRefused, retry_after_s: float) -> ApiError:
 
 
 def unknown_model(name: str, names: Sequence[str]) -> ApiError:
-    """Returns an error (404) for a model that is not served here."""
+    """Returns an error (404) for a request of a model that is not served here. The message lists the served `names`, but not
+    `name`, the one that the caller gave."""
     return ApiError(
         404, f"The model asked for is not served here; {', '.join(names)} is.", param="model", code="model_not_found"
     )

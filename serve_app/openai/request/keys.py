@@ -11,7 +11,8 @@ from serve_app.openai.request.errors import ApiError
 
 
 def key_check(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
-    """Returns a check that raises `ApiError` (401) unless a request carries one of `keys`; without keys, all requests pass."""
+    """Returns an async function that checks the header ``authorization`` of a request: it raises `ApiError` (401) unless the
+    header carries one of `keys` as a bearer token. Without `keys`, all requests pass."""
     wanted = [key.encode() for key in keys]
 
     async def check(request: Request) -> None:

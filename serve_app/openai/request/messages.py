@@ -11,7 +11,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def conversation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `messages` with every content as a text. Other fields go to the template unchanged. Raises `ApiError` (400)."""
+    """Returns the `messages` of a chat request with every content as a text: text parts are joined by newlines, and an
+    assistant's missing content is empty. Other fields go to the template unchanged.
+
+    Raises `ApiError` (400) for a missing or unknown role, and for content that is not text.
+    """
     return [{**message, "content": _content(message, at)} for at, message in enumerate(messages) if _role(message, at)]
 
 

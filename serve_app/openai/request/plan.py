@@ -55,7 +55,13 @@ class Origin:
 def plan(
     model: ServedModel, settings: ApiSettings, fields: GenerationFields, asked: Asked, prompts: list[Prompt], origin: Origin
 ) -> list[ChoiceRequest]:
-    """Returns the choices of an answer, by index. Raises `ApiError` (400)."""
+    """Returns the engine requests of an answer, one for each choice, by index: ``n`` for each of `prompts`, with successive
+    seeds.
+
+    `asked` are the fields that the two endpoints name differently, and `origin` is the request's id and time limit. Fewer
+    tokens are generated than requested if the context has no room for more. Raises `ApiError` (400) if a prompt fills the
+    context, or fields are out of range or contradict each other.
+    """
     _check(model, settings, fields, asked, len(prompts))
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
     sampling = _sampling(model, fields, asked)

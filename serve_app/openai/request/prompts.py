@@ -33,12 +33,20 @@ class Prompt:
 
 
 async def completion_prompts(model: ServedModel, fields: CompletionFields) -> list[Prompt]:
-    """Returns the prompts of a completion. Raises `ApiError` (400)."""
+    """Returns the prompts of a completion request as token ids: one or several, given as texts or ids.
+
+    Raises `ApiError` (400) for a list that is empty or mixed, ids beyond the vocabulary, a text if there is no tokenizer, and
+    an empty text if there is no start token.
+    """
     return [await _read(model, item, fields.add_special_tokens) for item in _several(fields.prompt)]
 
 
 async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
-    """Returns the prompt of a conversation. Raises `ApiError` (400)."""
+    """Returns the prompt that the model's chat template makes of the messages in `fields`.
+
+    Raises `ApiError` (400) if the model has no template or tokenizer, the messages are not valid or the template refuses them,
+    or the options contradict each other.
+    """
     if model.template is None or model.tokenizer is None:
         raise invalid(
             "messages", "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
@@ -56,20 +64,25 @@ async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
 
 
 async def text_prompt(model: ServedModel, text: str, add_special_tokens: bool) -> Prompt:
-    """Returns the prompt of a text, without tokens for an empty text. Raises `ApiError` (400)."""
+    """Returns the prompt of `text`, without tokens if the text is empty. `add_special_tokens`: whether to add the model's start
+    token and the like.
+
+    Raises `ApiError` (400) if the model has no tokenizer, or it cannot read the text.
+    """
     tokenizer = tokenizer_of(model, "prompt")
     return Prompt(await _in_background_if_long(tokenizer, text, add_special_tokens), text)
 
 
 def tokenizer_of(model: ServedModel, param: str) -> Tokenizer:
-    """Returns the model's tokenizer. Raises `ApiError` (400) if it has none."""
+    """Returns the model's tokenizer. Raises `ApiError` (400), which names the request field `param`, if the model has none."""
     if model.tokenizer is None:
         raise invalid(param, "this model has no tokenizer, so texts cannot be read or written: give the prompt as token ids")
     return model.tokenizer
 
 
 def check_ids(model: ServedModel, ids: Sequence[Any], param: str) -> list[int]:
-    """Returns `ids` as token ids of the model's vocabulary. Raises `ApiError` (400)."""
+    """Returns `ids`, values of the request field `param`, as a list of token ids. Raises `ApiError` (400), which names the
+    field, unless all are integers within the model's vocabulary."""
     if not all(type(index) is int and 0 <= index < model.vocab_size for index in ids):
         raise invalid(param, f"token ids are integers from 0 to {model.vocab_size - 1}")
     return list(ids)

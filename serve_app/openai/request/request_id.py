@@ -13,7 +13,8 @@ _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def choose(given: str | None) -> str:
-    """Returns the id of a request whose header is `given`: `given` itself if it is valid, else a random id."""
+    """Returns the id of a request whose header ``x-request-id`` is `given` (None: absent): `given` itself if it has 1 to 128
+    printable ASCII characters without spaces, else a random id."""
     return given if given is not None and _PLAIN.fullmatch(given) else secrets.token_hex(16)
 
 

@@ -53,7 +53,11 @@ class RequestFields(BaseModel):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
-        """Returns the fields of `body`. Raises `ApiError` (400)."""
+        """Returns the validated fields of `body`, the JSON object of a request. Unknown fields are logged and ignored.
+
+        Raises `ApiError` (400) for a missing field, a value of a wrong type or out of range, and a known field that is not
+        supported.
+        """
         _refuse(body)
         unknown = sorted(set(body) - set(cls.model_fields) - set(REFUSED) - {"response_format", "tool_choice", "modalities"})
         if unknown:
@@ -106,6 +110,7 @@ class GenerationFields(RequestFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The stop strings of the request as a tuple, which is empty if there are none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 

@@ -13,7 +13,8 @@ _HIDDEN = "x-shardwright-timeout-seconds"
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """Returns the time limit of a request, in seconds, from its header ``x-request-timeout-seconds``; None if it has none.
+    """Returns the caller's time limit of a request, in seconds, from its header ``x-request-timeout-seconds``, even if
+    `hide_timeout` has hidden it; None if there is no such header.
 
     Raises `ApiError` (400) if the header is not a positive, finite number.
     """
@@ -30,7 +31,8 @@ def timeout_of(headers: Headers) -> float | None:
 
 
 def hide_timeout(headers: MutableHeaders) -> None:
-    """Hide the limit from Serve's proxy, which would cut the answer off without an error when the time is over."""
+    """Rename the header with the time limit in `headers`, in place, to hide it from Serve's proxy, which would cut the answer
+    off without an error when the time is over. `timeout_of` still finds it."""
     text = headers.get(_HEADER)
     if text is not None:
         del headers[_HEADER]

@@ -37,7 +37,13 @@ class Answering:
     observation: Observation
 
     async def answer(self, receive: Receive) -> Response:
-        """Returns the response. Raises `ApiError`, `BackendRefused` or `ClientGone` before the first byte is sent."""
+        """Run the job and return the response: whole at its end, or a stream after the first event of every choice. `receive`
+        is the request's ASGI channel, from which a disconnected client is noticed.
+
+        Before the first byte is sent, raises `ApiError` if the engine fails or the time limit passes, `BackendRefused` if the
+        backend does not accept the request, and `ClientGone` if the client disconnects. Later failures become an error event of
+        the stream.
+        """
         deltas = self._deltas()
         if not self.job.stream:
             body = await while_connected(receive, self._whole(deltas))
@@ -116,7 +122,8 @@ class Answering:
 
 
 def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
-    """Returns the error for the caller. An unexpected failure is logged, and its details are not sent."""
+    """Returns the error for the caller: `failure` itself, the error of a refusal by the backend, or (500) for any other
+    failure, which is logged and whose details are not sent."""
     if isinstance(failure, ApiError):
         return failure
     if isinstance(failure, BackendRefused):
@@ -126,17 +133,19 @@ def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
 
 
 def sse(value: dict[str, Any]) -> bytes:
-    """Returns one server-sent event."""
+    """Returns one server-sent event (``data: ...`` and an empty line) with `value` as JSON. Raises `ValueError` for NaN or
+    infinity."""
     return b"data: " + dumps(value) + b"\n\n"
 
 
 def dumps(value: Any) -> bytes:
-    """Returns strict JSON. Raises `ValueError` for NaN or infinity."""
+    """Returns `value` as strict, compact JSON in UTF-8. Raises `ValueError` for NaN or infinity, and `TypeError` for a value
+    that JSON does not have."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Returns a JSON response."""
+    """Returns an HTTP response with `value` as its JSON body. Raises `ValueError` for NaN or infinity."""
     return Response(dumps(value), status, headers, media_type="application/json")
 
 

@@ -38,7 +38,8 @@ class Delta:
 
 
 def join(index: int, deltas: Iterable[Delta]) -> Delta:
-    """Returns all deltas of a choice, joined into one."""
+    """Returns one delta that contains all `deltas` of the choice `index`: texts and tokens in order, and the last known value
+    of the other fields."""
     whole, texts = Delta(index), []
     for delta in deltas:
         texts.append(delta.text)

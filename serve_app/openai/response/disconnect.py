@@ -22,7 +22,11 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. If the client disconnects, cancels `work`, waits for it and raises `ClientGone`."""
+    """Returns the result of `work`, or raises its error. `receive` is the ASGI channel of its request, which is read until
+    then.
+
+    If the client disconnects first, cancels `work`, waits for it and raises `ClientGone`.
+    """
     task, watch = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -18,10 +18,12 @@ _AHEAD = 64
 
 
 async def follow(backend: Backend, request: GenerateRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of one choice, the last one with `finish`. Raises `BackendRefused` or `ApiError`.
+    """Yields the deltas of one choice, the last one with `finish`: `request` runs on `backend`, and `writer` makes text of its
+    events.
 
     A stop string cancels the request before its delta is yielded. A request that finished by itself is not closed early, so
-    that it does not count as cancelled.
+    that it does not count as cancelled. Raises `BackendRefused` if the backend does not accept the request, and `ApiError` if
+    the engine fails (500), gives up (503), or the time limit passes (504).
     """
     last: TokenEvent | None = None
     done = False
@@ -59,7 +61,8 @@ class _Ended:
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of all `streams` as they arrive. The first failure cancels the other streams and is raised."""
+    """Yields the deltas of all `streams` (one per choice) as they arrive. The first failure cancels the other streams and is
+    raised. Closing the generator cancels all."""
     queue: asyncio.Queue[Delta | _Ended] = asyncio.Queue(_AHEAD)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(tasks)
@@ -90,7 +93,11 @@ async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta 
 
 
 async def started(deltas: AsyncGenerator[Delta, None], choices: int) -> list[Delta]:
-    """Returns the deltas up to the first event of every choice. From then on, no choice can be refused any more."""
+    """Reads `deltas` up to the first one of every choice, and returns all that were read. From then on, no choice can be
+    refused any more.
+
+    `choices` is the number of choices. Returns earlier if the deltas end; raises what `deltas` raises.
+    """
     held: list[Delta] = []
     seen: set[int] = set()
     while len(seen) < choices:

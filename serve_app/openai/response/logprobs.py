@@ -15,17 +15,20 @@ FLOOR = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """Returns a log-probability that a strict JSON parser can read. Rounding never makes it positive."""
+    """Returns a natural log-probability as a number that strict JSON can hold: at least `FLOOR`, which also stands for NaN, and
+    at most 0."""
     return FLOOR if math.isnan(logprob) else min(0.0, max(FLOOR, logprob))
 
 
 def label(tokenizer: Tokenizer | None, token: int) -> str:
-    """Returns a readable token; ``token_id:N`` if there is no tokenizer."""
+    """Returns the token with the id `token` as readable text (see `Tokenizer.token_label`); ``token_id:N`` if there is no
+    tokenizer."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_label(token)
 
 
 def completion(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
-    """Returns the ``logprobs`` of a completion. The alternatives are the `count` most likely tokens and the chosen one."""
+    """Returns the ``logprobs`` object of a completion choice with the tokens `entries`. The alternatives of each token are the
+    `count` most likely tokens and the chosen one."""
     return {
         "tokens": [label(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [None if entry.logprob is None else finite(entry.logprob.logprob) for entry in entries],
@@ -35,8 +38,8 @@ def completion(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count
 
 
 def chat(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int) -> dict[str, Any]:
-    """Returns the ``logprobs`` of a chat choice. The alternatives are exactly the `count` most likely tokens (fewer in a small
-    vocabulary)."""
+    """Returns the ``logprobs`` object of a chat choice with the tokens `entries`, without those whose log-probability is not
+    known. The alternatives of each token are exactly the `count` most likely tokens (fewer in a small vocabulary)."""
     content = []
     for entry in entries:
         if entry.logprob is not None:
@@ -46,13 +49,14 @@ def chat(tokenizer: Tokenizer | None, entries: Sequence[TokenEntry], count: int)
 
 
 def prompt(tokenizer: Tokenizer | None, found: Sequence[TokenLogprob | None], count: int) -> list[dict[str, Any] | None]:
-    """Returns the ``prompt_logprobs`` in vLLM's format: for each prompt token, the alternatives by token id; None for the
-    first."""
+    """Returns the ``prompt_logprobs`` in vLLM's format: for each prompt token, its alternatives (the `count` most likely tokens
+    and its own) by token id in digits; None for the first token. `found` are the log-probabilities of the prompt's tokens."""
     return [None if entry is None else _ranked(tokenizer, entry, count) for entry in found]
 
 
 def best(logprob: TokenLogprob, count: int) -> list[tuple[int, float]]:
-    """Returns the `count` most likely tokens with their log-probabilities, most likely first."""
+    """Returns the `count` most likely alternatives in `logprob` as (token id, log-probability), most likely first, of equal
+    ones the lower id first."""
     return sorted(logprob.top, key=lambda pair: (-finite(pair[1]), pair[0]))[:count]
 
 

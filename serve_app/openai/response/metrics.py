@@ -38,7 +38,8 @@ class Metrics:
         self.whole = self._histogram("request", "Arrival to end of the answer")
 
     def begin(self, endpoint: str) -> Observation:
-        """Start to observe a request that arrives now."""
+        """Start to observe a request that arrives now at `endpoint` (``completions`` or ``chat``), and count it as running.
+        Returns the observation, which must be closed."""
         return Observation(self, endpoint)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -60,11 +61,12 @@ class Observation:
         metrics.running.labels(endpoint).inc()
 
     def accepted(self, job: Job) -> None:
-        """Count the prompts, once the backend has accepted them."""
+        """Count the tokens of the job's prompts, each prompt once. To be called once, when the backend has accepted the job."""
         self._metrics.prompt_tokens.inc(sum(len(choice.prompt.ids) for choice in job.choices if choice.first))
 
     def delta(self, delta: Delta) -> None:
-        """Count the tokens of a delta, and observe the time to the first token (TTFT) and the time per output token (TPOT)."""
+        """Count the tokens of a delta that arrives now, and observe the time to the first token (TTFT) or the time per output
+        token (TPOT), in seconds; count the choice if the delta finishes it."""
         metrics, now = self._metrics, time.monotonic()
         more = delta.cached_tokens - self._cached.get(delta.index, 0)
         if more > 0:
@@ -83,7 +85,8 @@ class Observation:
             metrics.choices.labels(self._endpoint, delta.finish).inc()
 
     def close(self, status: int) -> None:
-        """Mark the request as ended. Only the first call counts."""
+        """Mark the request as ended with the HTTP `status`: it counts as running no longer, and its duration is observed. Only
+        the first call counts."""
         if not self._open:
             return
         self._open = False
@@ -93,9 +96,10 @@ class Observation:
 
 
 def exposition(metrics: Metrics, stats: Mapping[str, Mapping[str, float]], whole: Mapping[str, float]) -> bytes:
-    """Returns all metrics as Prometheus text, with the backend's gauges by replica and those of the whole service.
+    """Returns all metrics as Prometheus text: those of the endpoint, the gauges of the engines (`stats`, by replica name, then
+    by gauge name), and those of the whole service (`whole`, by name).
 
-    A gauge named ``name:label=value`` gets that label as well.
+    A gauge of an engine named ``name:label=value`` gets that label as well.
     """
     registry = CollectorRegistry()
     gauges: dict[str, Gauge] = {}

@@ -16,19 +16,23 @@ class ResponseBuilder(Protocol):
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether tokens are reported even while their text is held back."""
+        """Whether a chunk is sent for tokens even while their text is held back, because the answer reports the tokens
+        themselves."""
 
     def opening(self, choice: ChoiceRequest) -> list[dict[str, Any]]:
-        """Returns the chunks that begin a choice's stream, before anything was generated."""
+        """Returns the JSON objects of the chunks that begin the stream of `choice`, before anything was generated; may be
+        empty."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Returns a chunk of a stream."""
+        """Returns the JSON object of a chunk of a stream, with the text and tokens of `delta`."""
 
     def last(self) -> dict[str, Any]:
-        """Returns the chunk without choices that carries the usage."""
+        """Returns the JSON object of the chunk without choices that ends a stream and carries the usage, if it was
+        requested."""
 
     def whole(self, choices: Sequence[Delta]) -> dict[str, Any]:
-        """Returns an answer that is not streamed."""
+        """Returns the JSON object of an answer that is not streamed. `choices` are the joined deltas of each choice, by
+        index."""
 
 
 @dataclass(frozen=True)
@@ -53,4 +57,5 @@ class ResponseEnvelope:
     created: int
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a JSON object of the type `kind` (its field ``object``) with the envelope's fields and `choices`."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

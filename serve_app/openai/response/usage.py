@@ -19,12 +19,13 @@ class Usage:
         self.completion_tokens = 0
 
     def add(self, delta: Delta) -> None:
+        """Count the generated tokens of a delta, and the prompt tokens that were found in the prefix cache."""
         self.completion_tokens += delta.generated
         if delta.index in self._firsts:
             self._cached[delta.index] = max(delta.cached_tokens, self._cached.get(delta.index, 0))
 
     def body(self) -> dict[str, Any]:
-        """Returns the ``usage`` object."""
+        """Returns the ``usage`` object in OpenAI's form, with the numbers of tokens counted so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -48,7 +48,8 @@ class Writer:
         self._generated = 0
 
     def write(self, event: TokenEvent) -> Delta:
-        """Returns the delta of `event`. A delta with `finish` is the last one, even if more events arrive."""
+        """Returns the delta of the choice's next `event`: its text as far as it can be shown, and its tokens. A delta with
+        `finish` is the last one, even if more events arrive; it is also set when a stop string is complete."""
         delta = Delta(self._index, prompt_logprobs=event.prompt_logprobs, cached_tokens=event.cached_tokens)
         if not self._echoed and (event.tokens or event.finish or event.prompt_logprobs):
             self._echo(delta, event.prompt_logprobs)
@@ -111,9 +112,11 @@ class _Text:
         self.length = 0
 
     def push(self, token: int) -> str:
+        """Returns the characters that `token` (an id) completes, and adds their number to `length`."""
         text = "" if self._detokenizer is None else self._detokenizer.push(token)
         self.length += len(text)
         return text
 
     def finish(self) -> str:
+        """Returns the rest of the text at the end of the sequence; see `Detokenizer.finish`. It is not added to `length`."""
         return "" if self._detokenizer is None else self._detokenizer.finish()

@@ -8,7 +8,8 @@ from serve_app.openai.response.writer import Writing
 
 
 def writing(model: ServedModel, fields: GenerationFields, echo: bool = False) -> Writing:
-    """Returns the options for writing the choices of a request."""
+    """Returns the options for writing the text of a request's choices, from its `fields` and the model's tokenizer. `echo`:
+    whether the text begins with the prompt."""
     return Writing(
         tokenizer=model.tokenizer,
         ends=model.eos_token_ids,
