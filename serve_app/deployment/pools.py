@@ -76,7 +76,12 @@ def devices(args: ServeArgs) -> int:
 def service(
     args: ServeArgs, device: Literal["cpu", "cuda"], cluster: ClusterSpec | None = None, header_only: bool = False
 ) -> Service:
-    """Returns the service that `args` describe. Reads only the model's headers. Raises `ModelError` or `LayoutError`."""
+    """Returns the service that `args` describe, on ranks of `device`. Reads only the model's headers, which it may download.
+
+    `cluster` contains the nodes on which it must fit; None: not known yet, and not checked. `header_only`: whether the model
+    may lack its weights here. Raises `ModelError` if the model cannot be read or its KV cannot be handed off between the pools,
+    and `LayoutError` if the pools do not go together, or a layout is illegal or does not fit.
+    """
     each = _each(args)
     found = {name: replica_settings(pool, device, cluster, devices(args), header_only) for name, pool in each.items()}
     _check_required(args, len(found))
