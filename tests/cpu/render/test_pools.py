@@ -164,7 +164,7 @@ def test_a_machine_of_ones_own_finds_its_pool(tmp_path: Path, addresses: str, ow
         ({"device": "cuda", "accelerator": "L" * 64}, "at most 63"),
         ({"device": "cuda", "prefill_machine": "accelerator=-L40S"}, "accelerator '-L40S'"),
         ({"accelerator": "L40S"}, "accelerator 'L40S' is a kind of GPU, but device is cpu"),
-        ({"prefill_machine": "slots=4,cpus=9,slots=2"}, "'slots=4,cpus=9,slots=2' says slots 2 times"),
+        ({"prefill_machine": "slots=4,cpus=9,slots=2"}, "'slots=4,cpus=9,slots=2' has slots 2 times"),
         ({"name": "Demo"}, "name 'Demo' must be"),
         ({"decode": "tp=1*4", "memory": "1GiB"}, r"take 1,\d\d\d MiB, but memory=1024MiB"),
     ],
