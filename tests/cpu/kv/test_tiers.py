@@ -439,7 +439,7 @@ def test_a_slow_disk_turns_pieces_away_instead_of_waiting() -> None:
     writer = BackgroundWriter(gate, 250)  # type: ignore[arg-type]
     assert [writer.offer(name, WHOLE, bytes(100)) for name in NAMES[:3]] == [True, True, False]
     assert writer.num_turned_away == 1
-    with pytest.raises(TimeoutError, match="200 bytes still wait"):
+    with pytest.raises(TimeoutError, match="200 bytes are not yet written"):
         writer.flush(0.01)
     gate.opened.set()
     writer.flush(30)
