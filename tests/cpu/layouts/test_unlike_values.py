@@ -82,7 +82,7 @@ def test_pages_of_unlike_keys_and_values(table: list[int]) -> None:
     assert torch.equal(keys[0], k[2:].transpose(0, 1))
     assert torch.equal(values[0], v[2:].transpose(0, 1))
     assert cache.nbytes == 8 * 4 * 2 * (12 + 8) * 4
-    with pytest.raises(ValueError, match="keys of 12 and values of 8"):
+    with pytest.raises(ValueError, match="keys of size 12 and values of size 8"):
         cache.pages(3)
 
 
