@@ -55,7 +55,7 @@ class EngineReplica(Replica):
 
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pool: str = ENGINE) -> None:
         context = serve.get_replica_context()
-        with failures.keeping(context.app_name, context.deployment):
+        with failures.storing_errors(context.app_name, context.deployment):
             found = settings or settings_in_cluster(args).by_name[pool]
             super().__init__(found, str(context.replica_id.unique_id))
 
@@ -66,7 +66,7 @@ class Ingress:
     def __init__(self, args: ServeArgs, settings: ReplicaSettings | None, pools: Mapping[str, DeploymentHandle[Any]]) -> None:
         """`pools`: the handles of the replicas by deployment, beginning with those that answer requests."""
         context = serve.get_replica_context()
-        with failures.keeping(context.app_name, context.deployment):
+        with failures.storing_errors(context.app_name, context.deployment):
             known = settings or settings_in_cluster(args).engine
             self._model = served_model(args, known)
         # Serve's proxy already puts the request id, the caller's or its own, on the answer.
@@ -120,9 +120,13 @@ def settings_in_cluster(args: ServeArgs) -> Service:
 
 
 def served_model(args: ServeArgs, settings: ReplicaSettings) -> ServedModel:
-    """Returns the model as the endpoint needs it: name, limits, tokenizer and template. Reads them from the model's files.
+    """Returns the model as the endpoint needs it: its name (`args.served_name`, or else that of its files), its limits from
+    `settings`, and the tokenizer and chat template of its files (None if there is none).
 
-    Raises `ModelError` if there are no such files, and `TokenizerError` or `TemplateError` if they cannot be used.
+    A model named by a hub id is downloaded, weights included, unless it is in the local cache.
+
+    Raises `ModelError` if its files are not found or
+    cannot be downloaded, and `TokenizerError` or `TemplateError` if they cannot be used.
     """
     files = resolve(args.model)
     return ServedModel.open(

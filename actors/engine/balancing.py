@@ -108,7 +108,11 @@ class ExpertBalancer:
             self._window = _Window(self._config)  # old load predicts future load poorly
 
     def stats(self) -> ExpertStats:
-        """Return the expert statistics of the latest window."""
+        """Return the expert statistics of the latest window of steps, as of the last step that all ranks have reported.
+
+        A window begins when a rebalancing is considered and after its last move, and otherwise every ``2 * horizon`` steps.
+        The lists are empty before the first report; `moved_experts` counts since the start.
+        """
         return self._stats
 
     def close(self) -> None:

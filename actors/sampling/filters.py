@@ -42,12 +42,12 @@ def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None 
 
 
 def nucleus(scaled: Tensor, keep: Tensor, top_p: Sequence[float], mass: Tensor | None = None) -> Tensor:
-    """Return a mask [rows, count] of the candidates before which less than `top_p` (one a row) of the mass lies. The first
-    candidate always stays.
+    """Return the top-p mask, [rows, count] bool: a candidate stays if the weights of those before it sum to less than
+    ``top_p[row]`` times the total. The first one always stays, and all stay if top_p is 1 or more.
 
-    `scaled` [rows, count] are logits divided by the temperature, best first. Sums are computed in fp64 over weights exp(scaled
-    - best). `mass` [rows] is the weight of the row's whole vocabulary; if it is None, only the candidates that the mask `keep`
-    marks count (after top-k).
+    `scaled` [rows, count] are logits divided by the temperature, best first; a weight is exp(scaled - best), summed in fp64.
+    Candidates outside of the mask `keep` [rows, count] bool (the result of top-k) weigh nothing, but may be marked in the
+    result: combine both masks. `mass` [rows] fp64 is the total, the weight of a row's whole vocabulary; None: that of `keep`.
     """
     weights = _weights(scaled).masked_fill(~keep, 0.0).double()
     sums = weights.cumsum(dim=-1)

@@ -3,7 +3,7 @@
 Ray Serve forwards an error of a replica's constructor only as the text of its traceback. The constructor therefore stores its
 own errors, with their codes, in Ray's internal key-value store, which is available before any replica runs.
 
-    constructor ──keeping──→ store ──kept──→ command         the newest report of each deployment
+    constructor ──storing_errors──→ store ──stored_error──→ command         the newest report of each deployment
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _WHERE = NAMESPACE.encode()
 
 
 @contextmanager
-def keeping(application: str, deployment: str) -> Iterator[None]:
-    """Returns a context manager that stores the report of a `ReportedError` raised inside it in the cluster, where `kept` finds
-    it.
+def storing_errors(application: str, deployment: str) -> Iterator[None]:
+    """Returns a context manager that stores the report of a `ReportedError` raised inside it in the cluster, where
+    `stored_error` finds it.
 
     `application` and `deployment` are names in Ray Serve. All errors propagate; no report of another kind of error is stored.
     """
@@ -37,14 +37,14 @@ def keeping(application: str, deployment: str) -> Iterator[None]:
         raise
 
 
-def kept(application: str, deployment: str) -> ErrorReport | None:
-    """Returns the newest report that `keeping` has stored for the Serve deployment `deployment` of `application` since
-    `forget`, or None if there is none. Raises a Ray error if the cluster does not answer."""
+def stored_error(application: str, deployment: str) -> ErrorReport | None:
+    """Returns the error with which a replica of the Serve deployment `deployment` of `application` last failed to start
+    (`storing_errors`), or None if none has since `delete_errors`. Raises a `RayError` if the cluster does not answer."""
     found = _internal_kv_get(_key(application, deployment), namespace=_WHERE)
     return None if found is None else ErrorReport(**json.loads(found))
 
 
-def forget(application: str) -> None:
+def delete_errors(application: str) -> None:
     """Delete the error reports of all deployments of the Serve application `application`, which is about to be deployed
     again."""
     for key in _internal_kv_list(_key(application, ""), namespace=_WHERE):

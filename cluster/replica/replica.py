@@ -179,8 +179,8 @@ class Replica:
         """Begin to change the role of this replica to `role` (``prefill``, ``decode`` or ``mixed``) if its name is `name`, else
         return None.
 
-        The change is given up if it takes more than `within_s` seconds; see `ReplicaRole.change`. Returns the report after the
-        begin. Raises `ValueError` if `role` is no role.
+        The change is given up if it takes more than `within_s` seconds; see `ReplicaRole.change`. Returns the report once
+        the change has begun. Raises `ValueError` if `role` is no role.
         """
         if name != self._name:
             return None

@@ -61,10 +61,12 @@ def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int 
 
 
 def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | None:
-    """Returns the bytes for weights and KV of a rank on the fullest node, or None if no node's memory is known.
+    """Returns the bytes that a rank has for weights and KV on the node with the least memory per rank, or None if no node's
+    memory is known. Nodes of unknown memory are ignored.
 
-    That is the node's memory, divided by the number of the `devices` ranks that may be placed on it, minus `_PROCESS_BYTES` for
-    the rank's process. `layout` is only named in the error. Raises `MemoryBudgetError` if the processes alone do not fit.
+    A node's memory is divided by the number of ranks that may run on it: its slots, but at most `devices`, the number of all
+    ranks on the cluster. 250 MB of each part are left for the rank's process. `layout` is only named in the error. Raises
+    `MemoryBudgetError` if nothing is left.
     """
     nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
     if not nodes:

@@ -91,8 +91,12 @@ def layer_parameters(spec: ModelSpec, own: Shard) -> Iterator[tuple[str, Paramet
 
 
 def as_json(explained: Explanation, name: str) -> dict[str, Any]:
-    """Returns the complete explanation as plain values that can be written as JSON; `name` is the model's name in it. All byte
-    counts are exact."""
+    """Returns the explanation of a layout as plain values that can be written as JSON; `name` is the model's name in it.
+
+    The keys are ``model``, ``layout``, ``layout_fields``, ``world``, ``devices``, ``step``, ``ranks``, ``groups``, ``traffic``,
+    ``layer`` (a typical layer on each rank of the first stage), ``memory``, ``balance`` and ``bubble``. Sizes are in bytes and
+    not rounded; those of expert dispatch are expected values, since they depend on the router.
+    """
     spec, layout, step = explained.spec, explained.layout, explained.step
     return {
         "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},

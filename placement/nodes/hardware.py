@@ -78,8 +78,9 @@ class ClusterSpec(BaseModel):
         return sum(node.slots // tp for node in self.nodes)
 
     def distance(self, one: int, other: int) -> int:
-        """Returns the distance between two nodes, given by index: 0 for the same node, 1 in the same fast domain (or without
-        known difference), 2 in the same rack, 3 in the same zone, 4 in different zones."""
+        """Returns the distance between two nodes, given by index: 0 for the same node, 1 in the same fast domain, 2 in the same
+        rack, 3 in the same zone, 4 in different zones. Labels unknown on both nodes count as equal; a known and an unknown one
+        differ."""
         if one == other:
             return 0
         ways = zip(self.nodes[one].path, self.nodes[other].path, strict=True)

@@ -137,8 +137,8 @@ class ContextRank:
         return cls(block_size, layout.cp, coords.cp, layout.dcp, coords.tp % layout.dcp, coords.attn_dp, layout.attn_dp)
 
     def ownership(self, cp_rank: int | None = None) -> Ownership:
-        """Returns which KV blocks this rank keeps, or (if `cp_rank` is given) the rank with the same dcp rank on that cp
-        rank."""
+        """Returns the rule by which this rank keeps KV blocks of every sequence: block j belongs to owner ``j % (cp * dcp)``.
+        With `cp_rank`, returns the rule of the rank that has this cp rank and the same dcp rank."""
         cp = self.cp_rank if cp_rank is None else cp_rank
         return Ownership(self.cp * self.dcp, cp * self.dcp + self.dcp_rank, self.block_size)
 

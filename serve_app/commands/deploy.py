@@ -86,7 +86,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     serve.start(
         http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
     )
-    failures.forget(APP_NAME)
+    failures.delete_errors(APP_NAME)
     target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     with _progress() as show:
@@ -160,7 +160,7 @@ def _report(deployment: str) -> ErrorReport | None:
     from cluster.replica import failures
 
     with suppress(RayError):
-        return failures.kept(APP_NAME, deployment)
+        return failures.stored_error(APP_NAME, deployment)
     return None
 
 

@@ -38,9 +38,10 @@ class PlanLink(Protocol):
         """Send the result of a plan, without waiting. Only the output rank of each DP rank calls this."""
 
     def send_busy(self, stage: int, seconds: float) -> None:
-        """Report the total of seconds that the pipeline stage `stage` has been busy since the rank started.
+        """Report the total of seconds that a pipeline stage has been busy since the rank started; it replaces earlier reports.
 
-        One rank of each stage calls this. Stages are numbered over all DP ranks: ``dp_rank * stages + stage``.
+        `stage` numbers the stages of all DP ranks: ``dp_rank * pp + pp_rank``. With several stages, one rank of each calls this
+        after every step.
         """
 
     def send_experts(self, report: ExpertReport) -> None:

@@ -117,7 +117,10 @@ def find(name: str) -> Path | None:
 def map_existing(path: Path, geometry: Geometry) -> mmap.mmap:
     """Map the file `path` found by `find`, and return its memory. Raises `GroupError` if another user owns it, or if its size
     is not that of `geometry`, and `FileNotFoundError` if it has been removed meanwhile."""
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except PermissionError:
+        raise GroupError(f"{path} belongs to another user than this rank's (user {os.getuid()})") from None
     try:
         status = os.fstat(file)
         if status.st_uid != os.getuid() or status.st_size != geometry.total_bytes:

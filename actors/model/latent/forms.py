@@ -17,7 +17,7 @@ class Naive:
 
     @property
     def partial_dim(self) -> int:
-        """See `AttentionForm.partial_dim`. The size of a value."""
+        """See `AttentionForm.partial_dim`: the number of dimensions of a value head."""
         return self.heads.mla.value_dim
 
     def queries(self, q: Tensor) -> Tensor:

@@ -158,5 +158,5 @@ class CappedHead(VocabularyHead):
 
 
 def softcap(scores: Tensor, cap: float) -> Tensor:
-    """Return ``cap * tanh(scores / cap)``, which bounds `scores` to ``(-cap, cap)``, in new memory."""
+    """Return ``cap * tanh(scores / cap)``, which bounds `scores` to ``[-cap, cap]``, in new memory."""
     return scores.div(cap).tanh_().mul_(cap)

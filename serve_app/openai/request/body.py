@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -24,11 +25,11 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 def parse(data: bytes) -> Any:
     """Returns the JSON value in `data`, as plain Python values.
 
-    Raises `ApiError` (400) if it is not UTF-8 or not valid JSON, is nested too deeply, or contains NaN, an infinity or an
-    unpaired surrogate.
+    Raises `ApiError` (400) if it is not UTF-8 or not valid JSON, is nested too deeply, or contains NaN, an infinity (also a
+    number too large for a float) or an unpaired surrogate.
     """
     try:
-        value = json.loads(data.decode(), parse_constant=_constant)
+        value = json.loads(data.decode(), parse_constant=_constant, parse_float=_finite)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -52,6 +53,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             raise _bad(f"The body is larger than {max_bytes} bytes.")
         parts.append(part)
     return b"".join(parts)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a float")
+    return value
 
 
 def _constant(name: str) -> NoReturn:

@@ -167,16 +167,16 @@ def test_a_constructor_leaves_its_own_errors_until_the_next_deployment(monkeypat
     monkeypatch.setattr(failures, "_internal_kv_get", lambda key, namespace: store.get(namespace + key))
     monkeypatch.setattr(failures, "_internal_kv_del", lambda key, namespace: store.pop(namespace + key))
     for error in (ModelError("older"), RuntimeError("of no kind of ours"), LaunchError("two:\n- lines")):
-        with pytest.raises(type(error)), failures.keeping("app", "Engine"):
+        with pytest.raises(type(error)), failures.storing_errors("app", "Engine"):
             raise error
-    with failures.keeping("other", "Engine"):
+    with failures.storing_errors("other", "Engine"):
         pass
-    assert failures.kept("app", "Engine") == ErrorReport("launch_failed", "two:\n- lines")
-    assert failures.kept("app", "Prefill") is failures.kept("other", "Engine") is None
-    failures.forget("other")
-    assert failures.kept("app", "Engine") is not None
-    failures.forget("app")
-    assert failures.kept("app", "Engine") is None
+    assert failures.stored_error("app", "Engine") == ErrorReport("launch_failed", "two:\n- lines")
+    assert failures.stored_error("app", "Prefill") is failures.stored_error("other", "Engine") is None
+    failures.delete_errors("other")
+    assert failures.stored_error("app", "Engine") is not None
+    failures.delete_errors("app")
+    assert failures.stored_error("app", "Engine") is None
     assert store == {}
 
 
