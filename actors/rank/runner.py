@@ -28,11 +28,9 @@ from actors.sampling.sampler import Sampler, SampleRow
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import SamplingParams
 from actors.wire.results import PromptLogprobs, Sampled, StepResult
+from placement.cost.activations import scored_rows
 from placement.ownership.context import ContextRank, is_split, restored_order
 from placement.ownership.expert_tokens import NewLensAcrossDP
-
-SCORED_ROWS = 256
-"""Maximum number of prompt rows whose logits are in memory at once: 256 rows of a 150k vocabulary take 150 MB in fp32."""
 
 
 class PlanError(RuntimeError):
@@ -81,6 +79,7 @@ class Runner:
         self._place = place or ContextRank(cache.block_size)
         self._experts = experts or NoExperts()
         self._chooses_for_all = head.is_shared and pipeline.is_last and self._context.rank == 0
+        self._scored_rows = scored_rows(sampler.vocab_columns)
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
@@ -259,7 +258,7 @@ class Runner:
                 continue
             first = firsts.get(row.sequence_id)
             entries = []
-            for part in _parts(count, SCORED_ROWS):
+            for part in _parts(count, self._scored_rows):
                 own = hidden[:0] if first is None else hidden[first + part.start : first + part.stop]
                 counts = [len(part) if dp_rank == row.dp_rank else 0 for dp_rank in range(self._place.dp_size)]
                 targets = held.tokens[row.start + part.start + 1 : row.start + part.stop + 1]

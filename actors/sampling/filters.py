@@ -19,6 +19,8 @@ from actors.sampling.rows import SampleRow
 _TRIES = (128, 2048)
 """Numbers of candidates tried before a whole row is sorted: the first covers the top-p mass of most rows, in 1/40 of the
 time."""
+_SORTED_AT_ONCE = 1 << 18
+"""Logits of whole rows that are sorted at once: a sort and the filters behind it take about 80 bytes for each."""
 
 
 def draw(candidates: Candidates, rows: Sequence[SampleRow], mass: Tensor | None = None) -> Tensor:
@@ -72,14 +74,17 @@ def draw_from_all(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Te
     mass = _mass(logits, rows)
     chosen, peaks = logits.new_zeros(len(rows), dtype=torch.int32), logits.amax(dim=-1)
     left = list(range(len(rows)))
-    for count in (*_TRIES, logits.shape[1]):
+    for count in _TRIES:
         members = [rows[at] for at in left]
         few = best(logits if len(left) == len(rows) else logits[left], ids, count)
         chosen[left] = draw(few, members, mass[left])
         short = _short(few, members, mass[left])
         left = [at for at, missing in zip(left, short, strict=True) if missing]
         if not left or count >= logits.shape[1]:
-            break
+            return chosen, peaks
+    size = max(1, _SORTED_AT_ONCE // logits.shape[1])
+    for part in (left[start : start + size] for start in range(0, len(left), size)):
+        chosen[part] = draw(best(logits[part], ids, logits.shape[1]), [rows[at] for at in part], mass[part])
     return chosen, peaks
 
 

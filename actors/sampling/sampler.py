@@ -37,6 +37,11 @@ class Sampler:
         """
         self._shard = VocabShard(tp, vocab, vocab_size, torch.device(device))
 
+    @property
+    def vocab_columns(self) -> int:
+        """Number of vocabulary columns of the widest rank: equal on all ranks of the TP group."""
+        return self._shard.width
+
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
         """Return the next token of each of `rows`, in their order, from this rank's fp32 `logits` [rows, len(vocab)], which are
         not changed. A collective of the TP group: every rank gets the same result.

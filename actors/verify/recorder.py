@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from actors.model.step.batch import Batch
 from actors.model.step.regions import Regions, Scattered
 from actors.rank.assembly import Parts, StepRunner
-from actors.rank.runner import SCORED_ROWS
 from actors.verify.cases import Key
 from actors.wire.plans import Row, StepPlan
 from actors.wire.requests import SamplingParams
 from actors.wire.results import StepResult
+from placement.cost.activations import scored_rows
 from placement.layout import mesh
 
 EMBEDDING = -1
@@ -54,6 +54,7 @@ class Recorder:
         self._rows: Sequence[Row] = ()
         self._dp_rank = 0
         self._is_shared = False
+        self._piece = 1
 
     def attach(self, parts: Parts, stepped: Callable[[], None] = lambda: None) -> Parts:
         """Register forward hooks on the decoder of `parts`, one rank, and return the parts with a runner that records each
@@ -61,6 +62,7 @@ class Recorder:
         decoder = parts.decoder
         self._dp_rank = parts.identity.coords.attn_dp
         self._is_shared = mesh.HEAD_AXIS in parts.groups
+        self._piece = scored_rows(parts.sampler.vocab_columns)
         decoder.register_forward_pre_hook(self._before)
         if parts.identity.shard.first_stage:
             decoder.embed.register_forward_hook(partial(self._layer, EMBEDDING))
@@ -113,7 +115,7 @@ class Recorder:
             stop = min(row.start + row.count, prompt_length - 1)
             if sampling.prompt_logprobs is not None:
                 scored = [(row.sequence_id, position) for position in range(row.start, stop)]
-                calls += [scored[at : at + SCORED_ROWS] for at in range(0, len(scored), SCORED_ROWS)]
+                calls += [scored[at : at + self._piece] for at in range(0, len(scored), self._piece)]
         return calls
 
 

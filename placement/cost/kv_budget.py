@@ -82,18 +82,20 @@ def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | N
 
 
 def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, length: int) -> int:
-    """Returns the bytes of KV cache of a rank that has `share` bytes for weights and KV.
+    """Returns the bytes of KV cache of a rank that has `share` bytes for weights, activations and KV.
 
-    The result is `asked` (in bytes), or by default 1 GiB, or what the weights leave, if less. `needs` has the memory needs of
-    every rank of a replica. Raises `MemoryBudgetError` if the weights and one sequence of `length` tokens do not fit into
-    `share`, or if `asked` does not fit beside the weights.
+    The result is `asked` (in bytes), or by default 1 GiB, or what weights and activations leave, if less. `needs` has the
+    memory needs of every rank of a replica. Raises `MemoryBudgetError` if these and one sequence of `length` tokens do not fit
+    into `share`, or if `asked` does not fit beside them.
     """
     num_blocks(needs, share, length)
-    left = min(share - rank.weight_bytes for rank in needs)
+    tightest = max(needs, key=lambda rank: rank.fixed_bytes)
+    left = share - tightest.fixed_bytes
     if asked is not None and asked > left:
+        activations = f" and {tightest.activation_bytes:,} of activations" if tightest.activation_bytes else ""
         raise MemoryBudgetError(
             f"kv_bytes {asked:,} is more than the {left:,} bytes that a rank's share of its node, {share:,} bytes, "
-            f"leaves beside {max(rank.weight_bytes for rank in needs):,} bytes of weights"
+            f"leaves beside {tightest.weight_bytes:,} bytes of weights{activations}"
         )
     return asked or min(CPU_KV_BYTES, left)
 
@@ -105,11 +107,14 @@ def kv_blocks(
 
     `needs` has the memory needs of every rank of a replica. The number never exceeds what `max_sequences` sequences of `length`
     tokens can fill. `asked` is the KV budget of a rank in bytes. By default it is 90% of the smallest of `free_bytes`, the
-    bytes left on each device beside the weights, or 1 GiB if `free_bytes` is empty (CPU). Raises `MemoryBudgetError` if one
-    sequence of `length` tokens does not fit.
+    bytes left on each device beside the weights, without the activations, or 1 GiB if `free_bytes` is empty (CPU). Raises
+    `MemoryBudgetError` if one sequence of `length` tokens does not fit.
     """
+    fixed = [rank.fixed_bytes for rank in needs]
+    if free_bytes and not asked:
+        fixed = [rank.weight_bytes for rank in needs]
     budget = asked or (int(_DEVICE_SHARE * min(free_bytes)) if free_bytes else CPU_KV_BYTES)
-    fits = num_blocks(needs, [rank.weight_bytes + budget for rank in needs], length)
+    fits = num_blocks(needs, [beside + budget for beside in fixed], length)
     return min(fits, max_sequences * needs[0].blocks_of(length))
 
 

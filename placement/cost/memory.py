@@ -2,7 +2,7 @@
 
 All ranks use one block table, so all have the same number of KV blocks: the smallest number that fits on any of them::
 
-    budget of a rank = weights + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
+    budget of a rank = weights + activations + num_blocks * BLOCK_TOKENS * kv_bytes_per_token + unused
 
 With context parallelism a sequence's blocks are split over ``kv_owners = cp * dcp`` ranks (`placement.ownership.context`). A
 token still takes `kv_bytes_per_token` on the rank that holds it, but a rank holds only one in `kv_owners` tokens::
@@ -11,7 +11,8 @@ token still takes `kv_bytes_per_token` on the rank that holds it, but a rank hol
 
 Each DP rank (attn_dp) has blocks of its own, for its own requests.
 
-The budget covers weights and KV cache only: the caller subtracts activations and the runtime's own memory beforehand.
+Activations (`placement.cost.activations`) are subtracted with the weights if the limits of a step are given. The budget does
+not cover the runtime's own memory: the caller subtracts it beforehand.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from placement.cost.activations import StepLimits, activation_bytes
 from placement.layout.layout import Layout, LayoutError
 from placement.layout.mesh import coords_of
 from placement.model.spec import DTYPE_BYTES, DType, ModelSpec
@@ -48,6 +50,13 @@ class RankMemory:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_owners: int = 1
+    activation_bytes: int = 0
+    """Bytes that the largest step takes besides weights and KV; 0 if they are not counted."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that the rank needs whatever the size of its KV cache: weights and activations."""
+        return self.weight_bytes + self.activation_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -65,9 +74,9 @@ class RankMemory:
         return -(-tokens // (BLOCK_TOKENS * self.kv_owners))
 
     def blocks_in(self, budget_bytes: int) -> int:
-        """Returns the number of KV blocks that fit into `budget_bytes` bytes beside the weights; negative if the weights alone
-        do not fit."""
-        return (budget_bytes - self.weight_bytes) // self.block_bytes
+        """Returns the number of KV blocks that fit into `budget_bytes` bytes beside weights and activations; negative if these
+        alone do not fit."""
+        return (budget_bytes - self.fixed_bytes) // self.block_bytes
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -105,13 +114,27 @@ def kv_bytes_per_token(spec: ModelSpec, own: Shard, dtype: DType | None = None) 
 
 
 def rank_memories(
-    spec: ModelSpec, layout: Layout, dtype: DType | None = None, kv_dtype: DType | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: DType | None = None,
+    kv_dtype: DType | None = None,
+    limits: StepLimits | None = None,
+    gathers: bool = True,
 ) -> list[RankMemory]:
     """Returns the memory needs of every rank of one replica, by world rank. `dtype` is the type of the weights (None: the
-    model's), `kv_dtype` that of the KV cache (None: `dtype`)."""
+    model's), `kv_dtype` that of the KV cache (None: `dtype`).
+
+    Activations are those of the largest step of `limits`, and not counted without it; `gathers` is that of `activation_bytes`.
+    """
     owns = (shard(spec, layout, coords_of(layout, rank)) for rank in range(layout.world))
     return [
-        RankMemory(rank, weight_bytes(spec, own, dtype), kv_bytes_per_token(spec, own, kv_dtype or dtype), layout.kv_owners)
+        RankMemory(
+            world_rank=rank,
+            weight_bytes=weight_bytes(spec, own, dtype),
+            kv_bytes_per_token=kv_bytes_per_token(spec, own, kv_dtype or dtype),
+            kv_owners=layout.kv_owners,
+            activation_bytes=0 if limits is None else activation_bytes(spec, layout, own, dtype or spec.dtype, limits, gathers),
+        )
         for rank, own in enumerate(owns)
     ]
 
@@ -119,8 +142,9 @@ def rank_memories(
 def num_blocks(ranks: Sequence[RankMemory], budget_bytes: int | Sequence[int], max_length: int) -> int:
     """Returns the number of KV blocks that fit on every rank of `ranks`, a replica's memory needs.
 
-    `budget_bytes` is the bytes for weights and KV: one number for all ranks, or one per rank. Raises `MemoryBudgetError` unless
-    one sequence of `max_length` tokens fits: with fewer blocks, a request of legal length could never finish.
+    `budget_bytes` is the bytes for weights, activations and KV: one number for all ranks, or one per rank. Raises
+    `MemoryBudgetError` unless one sequence of `max_length` tokens fits: with fewer blocks, a request of legal length could
+    never finish.
     """
     budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
     needed = ranks[0].blocks_of(max_length)
@@ -139,14 +163,15 @@ def slot_bytes(cluster: ClusterSpec) -> int | None:
 
 
 def _shortage(rank: RankMemory, budget: int, blocks: int, needed: int, max_length: int) -> str:
-    least = rank.weight_bytes + needed * rank.block_bytes
+    least = rank.fixed_bytes + needed * rank.block_bytes
+    activations = f"activations of a step {rank.activation_bytes:,}, " if rank.activation_bytes else ""
     remedies = [f"give it {least:,} bytes", "split the model over more ranks (a larger tp or pp)"]
     if blocks > 0:
         remedies.insert(0, f"allow sequences of at most {blocks * BLOCK_TOKENS * rank.kv_owners:,} tokens")
     return (
         f"world rank {rank.world_rank} has {budget:,} bytes for weights and KV cache: its weights take {rank.weight_bytes:,}, "
-        f"and {_share(rank)} of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of which "
-        f"{max(blocks, 0):,} fit. Remedies: {'; '.join(remedies)}"
+        f"{activations}and {_share(rank)} of {max_length:,} tokens takes {needed:,} KV blocks of {rank.block_bytes:,}, of "
+        f"which {max(blocks, 0):,} fit. Remedies: {'; '.join(remedies)}"
     )
 
 

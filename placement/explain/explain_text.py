@@ -92,15 +92,16 @@ def _memory(explained: Explanation) -> Iterator[str]:
     most = explained.spec.max_position
     beyond = f" (more than the {most:,} the model was made for)" if max(lengths) > most else ""
     yield f"memory with {_many(len(explained.step.rows), 'sequence')} of {sizes(lengths)} tokens in the cache{beyond}"
-    rows = [("ranks", "weights", "KV cache", "together")]
-    alike: dict[tuple[int, int], list[int]] = {}
+    rows = [("ranks", "weights", "KV cache", "activations", "together")]
+    alike: dict[tuple[int, int, int], list[int]] = {}
     for view in explained.ranks:
-        alike.setdefault((view.memory.weight_bytes, view.kv_bytes), []).append(view.world_rank)
-    for (weights, kv), ranks in alike.items():
-        rows.append((sizes(ranks), size_text(weights), size_text(kv), size_text(weights + kv)))
-    weights, kv = (sum(key[part] * len(ranks) for key, ranks in alike.items()) for part in (0, 1))
-    rows.append(("all", size_text(weights), size_text(kv), size_text(weights + kv)))
-    yield from columns(rows, right={1, 2, 3})
+        parts = (view.memory.weight_bytes, view.kv_bytes, view.memory.activation_bytes)
+        alike.setdefault(parts, []).append(view.world_rank)
+    for parts, ranks in alike.items():
+        rows.append((sizes(ranks), *map(size_text, parts), size_text(sum(parts))))
+    of_all = [sum(parts[at] * len(ranks) for parts, ranks in alike.items()) for at in range(3)]
+    rows.append(("all", *map(size_text, of_all), size_text(sum(of_all))))
+    yield from columns(rows, right={1, 2, 3, 4})
     yield from _copies(explained)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from placement.cost.activations import StepLimits
 from placement.cost.balance import MEASURE, Balance, balance, bubble
 from placement.cost.collectives import TrafficEntry
 from placement.cost.memory import RankMemory, parameter_bytes, parameter_count, rank_memories
@@ -42,8 +43,8 @@ class RankView:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the rank's weights and of its share of the step's KV cache together."""
-        return self.memory.weight_bytes + self.kv_bytes
+        """Bytes of the rank's weights, of the step's activations, and of its share of the step's KV cache together."""
+        return self.memory.fixed_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,17 @@ def explain(spec: ModelSpec, layout: Layout, step: StepShape) -> Explanation:
     """Returns what each rank of one replica holds, its process groups, and the traffic, memory and balance of one step. The
     layout must have passed `placement.legality.check`; `step` has the rows of all DP ranks and the data type of weights and KV
     cache."""
-    memories = rank_memories(spec, layout, step.dtype)
+    memories = rank_memories(spec, layout, step.dtype, limits=_limits(step, layout))
     ranks = tuple(_rank(spec, layout, memory, step) for memory in memories)
     groups = {axis: mesh.groups(layout, axis) for axis in _axes(spec, layout)}
     return Explanation(spec, layout, step, ranks, groups, traffic(spec, layout, step), balance(spec, layout))
+
+
+def _limits(step: StepShape, layout: Layout) -> StepLimits:
+    """Returns the tokens and sequences of the DP rank that has most of them in `step`, and the length of the longest row."""
+    of_dp_ranks = [step.of_dp_rank(dp_rank).rows for dp_rank in range(layout.attn_dp)]
+    tokens = max(sum(row.tokens for row in rows) for rows in of_dp_ranks)
+    return StepLimits(tokens, max(map(len, of_dp_ranks)), max((row.context + row.tokens for row in step.rows), default=0))
 
 
 def _axes(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
@@ -195,12 +203,14 @@ def _memory_json(explained: Explanation) -> dict[str, Any]:
             {
                 "world_rank": view.world_rank,
                 "weight_bytes": view.memory.weight_bytes,
+                "activation_bytes": view.memory.activation_bytes,
                 "kv_bytes": view.kv_bytes,
                 "total_bytes": view.total_bytes,
             }
             for view in views
         ],
         "weight_bytes": sum(view.memory.weight_bytes for view in views),
+        "activation_bytes": sum(view.memory.activation_bytes for view in views),
         "kv_bytes": sum(view.kv_bytes for view in views),
         "total_bytes": sum(view.total_bytes for view in views),
     }

@@ -61,8 +61,8 @@ _BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 
 
 def shard(spec: ModelSpec, layout: Layout, coords: Coords) -> Shard:
-    """Returns the layers, heads, MLP columns, vocabulary rows and expert slots that the rank at `coords` holds, as index ranges.
-    The layout must have passed `placement.legality.check`."""
+    """Returns the layers, heads, MLP columns, vocabulary rows and expert slots that the rank at `coords` holds, as index
+    ranges. The layout must have passed `placement.legality.check`."""
     first = sum(stage_layers(spec, layout)[: coords.pp])
     shares = layout.tp_shares
     return Shard(

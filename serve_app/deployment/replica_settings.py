@@ -11,6 +11,7 @@ from cluster.replica.options import ReplicaOptions
 from cluster.replica.settings import ReplicaSettings
 from placement.checkpoint import header as checkpoint_header
 from placement.cost import kv_budget, memory
+from placement.cost.activations import StepLimits
 from placement.layout.layout import Layout, LayoutError
 from placement.legality.check import require
 from placement.model.spec import DType, ModelSpec
@@ -90,6 +91,8 @@ def _memory(
     `LayoutError`."""
     needs = memory.rank_memories(spec, layout, dtype)
     length = kv_budget.longest_sequence(needs, spec.max_position, args.max_model_len, args.kv_bytes)
+    limits = StepLimits(args.max_batch_tokens, args.max_sequences, length)
+    needs = memory.rank_memories(spec, layout, dtype, limits=limits)
     share = None
     if cluster is not None:
         kv_budget.require_host_cache(args.host_cache, devices, cluster)

@@ -14,12 +14,14 @@ instead of two: it reads the same latents as keys and as values, and treats them
     latents     | block 0 | block 1 | block 2 | ...      [1, 1, num_blocks, block_size, latent_dim]
 
 Pages are initialised to zero rather than left uninitialised: attention reads the unused end of a page with weight 0, and ``0 *
-NaN`` is NaN.
+NaN`` is NaN. On CPU the zeros come from the operating system, which commits memory only as pages are written.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -44,6 +46,15 @@ class _Pages(NamedTuple):
         """Return the views of the tensors `stores` of one layer, [planes, kv_heads, num_blocks, block_size, dim] each."""
         runs = (plane.flatten(1, 2) for store in stores for plane in store)
         return cls(tuple(stores), tuple(runs), tuple(store.flatten(3).flatten(0, 2) for store in stores))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros of `shape`. `torch.zeros` writes to all of them, which on CPU commits a GiB that may never be used."""
+    nbytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVCache:
@@ -79,10 +90,9 @@ class KVCache:
         self.stores = ((planes, head_dim),) if self.value_dim == head_dim else ((1, head_dim), (1, self.value_dim))
         """(planes, dimension) of each tensor of a layer. All tensors have the same number of planes."""
         shapes = [(planes, kv_heads, num_blocks, block_size, dim) for planes, dim in self.stores]
+        self._scratch = [torch.empty(0, block_size * dim, dtype=dtype, device=device) for _, dim in self.stores]
         # Views are made once: on CPU, making one costs about as much as reading a short page.
-        self._layers = {
-            layer: _Pages.of([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]) for layer in layers
-        }
+        self._layers = {layer: _Pages.of([_zeros(shape, dtype, self.device) for shape in shapes]) for layer in layers}
 
     @classmethod
     def of(
@@ -148,6 +158,14 @@ class KVCache:
         """Return each tensor of a layer (as in `stores`) with one page of one head a row, [planes * kv_heads * num_blocks,
         block_size * dim]; no copy. `page_rows` finds rows."""
         return self._layers[layer].rows
+
+    def scratch(self, rows: int) -> list[Tensor]:
+        """Return a buffer for `rows` rows of each tensor of `flat_pages`, [rows, block_size * dim], with undefined content. All
+        callers share the memory, which grows to the largest request."""
+        for at, (buffer, (_, dim)) in enumerate(zip(self._scratch, self.stores, strict=True)):
+            if len(buffer) < rows:
+                self._scratch[at] = torch.empty(rows, self.block_size * dim, dtype=self.dtype, device=self.device)
+        return [buffer[:rows] for buffer in self._scratch]
 
     def page_rows(self, block_tables: Tensor) -> Tensor:
         """Return the rows of `flat_pages` that hold `block_tables` [sequences, blocks] for every plane and head: int64 [planes

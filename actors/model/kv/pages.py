@@ -32,18 +32,15 @@ class Run:
 class Gather:
     """Whole blocks of some sequences, of which the tokens ``[first, stop)`` are read.
 
-    All layers of a kind gather into one buffer a step (new memory for each layer costs page faults), so the result of `read` is
-    valid until the next `read`. If values differ in size from keys, they have a buffer of their own.
+    All gathers from one cache share its buffer (`KVCache.scratch`): new memory for each layer or step costs page faults, and
+    several at once have no bound. The result of `read` is therefore valid until the next `read` of any of them.
     """
 
     def __init__(self, cache: KVCache, block_tables: list[list[int]], first: int, stop: int) -> None:
         tables = torch.tensor(block_tables, device=cache.device)
         self.rows = cache.page_rows(tables)
         self.batch, self.blocks = tables.shape
-        self._pages = [
-            torch.empty(len(self.rows), cache.block_size * dim, dtype=cache.dtype, device=cache.device)
-            for _, dim in cache.stores
-        ]
+        self._pages = cache.scratch(len(self.rows))
         tokens = [
             pages.view(planes, self.batch, cache.kv_heads, self.blocks * cache.block_size, dim)
             for pages, (planes, dim) in zip(self._pages, cache.stores, strict=True)

@@ -33,8 +33,8 @@ class AttentionForm(Protocol):
         dim]."""
 
     def keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the kernel's keys and values, each [1, kv_heads, tokens, its own head size], from what the cache stores for these
-        tokens, `kv` [tokens, kv_heads, cached_dim]."""
+        """Return the kernel's keys and values, each [1, kv_heads, tokens, its own head size], from what the cache stores for
+        these tokens, `kv` [tokens, kv_heads, cached_dim]."""
 
     def partial_outputs(self, out: Tensor) -> Tensor:
         """Return the part [heads, tokens, partial_dim] of the kernel's output `out` [heads, tokens, dim] that has to be

@@ -1,7 +1,8 @@
 """Decode attention on CPU: rows of one query each, batched into buckets of similar length, with one kernel call a bucket.
 
 A bucket is padded to its longest row. Rows are taken longest first; a row joins the bucket if its padding wastes at most a
-quarter of the longest row, or no more than 64 tokens (about the cost of another kernel call)::
+quarter of the longest row, or no more than 64 tokens (about the cost of another kernel call), and if the bucket then has no
+more than `GATHERED_TOKENS` tokens, which bounds the memory of the gathered pages::
 
     blocks of each row    [ 90 88 70 | 40 38 | 3 2 1 1 ]        three buckets
 
@@ -23,6 +24,7 @@ from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.pages import Gather, Source, consecutive, source
 from actors.model.step.batch import Batch
+from placement.cost.activations import GATHERED_TOKENS
 
 LseKernel = Callable[..., tuple[Tensor, Tensor]]
 """A function with the signature of `flash_with_lse`."""
@@ -99,7 +101,8 @@ def _bucket(rows: list[DecodeRow], block_size: int) -> list[list[DecodeRow]]:
     for row in rows:
         longest = len(buckets[-1][0].blocks) if buckets else 0
         padding = longest - len(row.blocks)
-        if buckets and (padding <= _WASTE * longest or padding * block_size <= _FREE_TOKENS):
+        is_close = padding <= _WASTE * longest or padding * block_size <= _FREE_TOKENS
+        if buckets and is_close and (len(buckets[-1]) + 1) * longest * block_size <= GATHERED_TOKENS:
             buckets[-1].append(row)
         else:
             buckets.append([row])

@@ -115,7 +115,8 @@ def test_memory_is_weights_and_whole_blocks() -> None:
     memory, ranks = found["memory"], found["ranks"]
     for rank, needs in zip(ranks, memory["ranks"], strict=True):
         assert needs["kv_bytes"] == 3 * 32 * rank["kv_bytes_per_token"]
-        assert needs["total_bytes"] == needs["kv_bytes"] + rank["weight_bytes"]
+        assert needs["activation_bytes"] > 0
+        assert needs["total_bytes"] == needs["kv_bytes"] + rank["weight_bytes"] + needs["activation_bytes"]
     assert memory["total_bytes"] == sum(needs["total_bytes"] for needs in memory["ranks"])
 
 
