@@ -15,6 +15,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field
 
 from placement.checkpoint import header as checkpoint_header
+from placement.checkpoint.directory.text_file import read_text
 from placement.checkpoint.hf.safetensors_file import AbsentWeights
 from placement.cost.step_shape import StepShape
 from placement.explain.assignment_text import assignment_json, assignment_lines
@@ -90,7 +91,7 @@ def _cluster(args: ExplainArgs) -> ClusterSpec | None:
     if args.prefill is not None or args.decode is not None:
         raise LayoutError("--cluster is for one layout: a hand-off between two pools is not placed yet")
     try:
-        return ClusterSpec.model_validate_json(Path(args.cluster).read_text())
+        return ClusterSpec.model_validate_json(read_text(Path(args.cluster)))
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise LayoutError(f"--cluster {args.cluster} is not what `shardwright cluster --json` writes: {first}") from error

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.replica.options import ReplicaOptions
+from placement.checkpoint.directory.text_file import read_text
 from placement.model.bounds import PositiveInt
 from placement.model.errors import ReportedError
 from serve_app.deployment.catalog import DEFAULT_MODEL
@@ -101,7 +102,7 @@ def read_api_keys(args: ServeArgs) -> tuple[str, ...]:
     A missing file counts as empty. Raises `OSError` or `UnicodeDecodeError` if it cannot be read.
     """
     path = None if args.api_keys_file is None else Path(args.api_keys_file)
-    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    lines = read_text(path).splitlines() if path is not None and path.exists() else []
     return (*args.api_keys, *(line.strip() for line in lines if line.strip()))
 
 

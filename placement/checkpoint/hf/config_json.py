@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.checkpoint.directory.header_fields import HeaderFields, made
+from placement.checkpoint.directory.text_file import read_text
 from placement.checkpoint.hf.families import ACTIVATIONS, FAMILIES, Family
 from placement.checkpoint.hf.heads import read_heads
 from placement.checkpoint.hf.mla import read_mla, scores_scale
@@ -89,8 +90,8 @@ def _spec(config: HeaderFields, family: Family, folder: Path, top: HeaderFields)
         local_rope=local_rope,
         unrotated_layers=read_unrotated(config, family, num_layers),
         dtype=_dtype(config, top),
-        bos_token_id=config.whole("bos_token_id", None if "bos_token_id" in config.values else family.bos_token_id),
-        eos_token_ids=_eos(config, family, folder),
+        bos_token_id=_bos(config, top, family),
+        eos_token_ids=_eos(config, top, family, folder),
         **read_heads(config, family, head_dim, num_kv_heads, windows),
         **({"mla": mla, "attention_scale": scores_scale(mla, rope)} if mla else {}),
         **(_gemma(config, family) if family.gemma else {}),
@@ -134,10 +135,10 @@ def _activation(config: HeaderFields, family: Family) -> str:
 
 def _load(file: Path) -> HeaderFields:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file))
     except FileNotFoundError:
         raise ModelError(f"{file.parent} has no {file.name}, so it is not a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{file} must hold a JSON object, but holds a {type(values).__name__}")
@@ -183,12 +184,26 @@ def _dtype(config: HeaderFields, top: HeaderFields) -> str:
     return "float32"
 
 
-def _eos(config: HeaderFields, family: Family, folder: Path) -> tuple[int, ...]:
-    """Returns the end tokens of config.json, and those that generation_config.json adds (chat models name more there)."""
-    ids = config.token_ids("eos_token_id")
-    if "eos_token_id" not in config.values:
-        ids = family.eos_token_ids
+def _bos(config: HeaderFields, top: HeaderFields, family: Family) -> int | None:
+    """Returns the start token of the decoder, or of the outer part of config.json; the family's if both are silent."""
+    for fields in (config, top):
+        if fields.values.get("bos_token_id") is not None:
+            return int(fields.whole("bos_token_id"))
+    return None if _mentions("bos_token_id", config, top) else family.bos_token_id
+
+
+def _eos(config: HeaderFields, top: HeaderFields, family: Family, folder: Path) -> tuple[int, ...]:
+    """Returns the end tokens of config.json (of the decoder and of the outer part), and those that generation_config.json adds
+    (chat models name more there). The family's are for files that name none."""
+    ids = config.token_ids("eos_token_id") + top.token_ids("eos_token_id")
     extra = folder / "generation_config.json"
     if extra.exists():
         ids += _load(extra).token_ids("eos_token_id")
+    if not ids and not _mentions("eos_token_id", config, top):
+        ids = family.eos_token_ids
     return tuple(dict.fromkeys(ids))
+
+
+def _mentions(field: str, *parts: HeaderFields) -> bool:
+    """Returns whether any of `parts` has the field, even as null, which means that there is no such token."""
+    return any(field in part.values for part in parts)

@@ -12,7 +12,7 @@ from placement.cost.memory import MemoryBudgetError
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
 from serve_app.deployment.replica_settings import replica_settings
-from serve_app.deployment.settings import ArgumentError, ServeArgs, parse_args
+from serve_app.deployment.settings import ArgumentError, ServeArgs, parse_args, read_api_keys
 
 CONFIG = {
     "model_type": "llama",
@@ -157,3 +157,10 @@ def test_no_more_host_memory_is_taken_than_there_is(model: str) -> None:
     )
     with pytest.raises(MemoryBudgetError, match=message):
         replica_settings(args, "cpu", machine(2, 20 * 10**9))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_keys_of_a_file_from_any_editor(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n", encoding=encoding, newline="\r\n")
+    assert read_api_keys(parse_args({"api_keys": ("own",), "api_keys_file": str(file)})) == ("own", "one", "two")

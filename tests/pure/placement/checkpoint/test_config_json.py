@@ -94,6 +94,39 @@ def test_the_new_spelling_of_dtype(folder: Path) -> None:
 def test_end_tokens_of_the_generation_config_are_added(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
     assert read(write(folder, eos_token_id=2)).eos_token_ids == (2, 7, 9)
+    # The architecture's own end token is for files that name none: it may be any other token of this vocabulary.
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert read(write(folder)).eos_token_ids == (7,)
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    assert read(write(folder)).eos_token_ids == (2,)
+    assert read(write(folder, eos_token_id=None)).eos_token_ids == ()
+
+
+def test_start_and_end_tokens_outside_of_a_nested_config(folder: Path) -> None:
+    def tokens(outer: dict[str, object], inner: dict[str, object]) -> tuple[int | None, tuple[int, ...]]:
+        write(folder, drop=tuple(TINY), model_type="any", text_config={**TINY, **inner}, **outer)
+        spec = read(folder)
+        return spec.bos_token_id, spec.eos_token_ids
+
+    assert tokens({"bos_token_id": 8, "eos_token_id": [5, 6]}, {"bos_token_id": 3, "eos_token_id": [4, 5]}) == (3, (4, 5, 6))
+    assert tokens({"bos_token_id": 8, "eos_token_id": 6}, {}) == (8, (6,))
+    assert tokens({"bos_token_id": 8, "eos_token_id": 6}, {"bos_token_id": None, "eos_token_id": None}) == (8, (6,))
+    assert tokens({}, {}) == (1, (2,))
+    assert tokens({"eos_token_id": None}, {"bos_token_id": None}) == (None, ())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_files_with_a_byte_order_mark(folder: Path, encoding: str) -> None:
+    expected = read(write(folder))
+    (folder / "generation_config.json").write_text('{\n"eos_token_id": 7}', encoding=encoding, newline="\r\n")
+    (folder / "config.json").write_text((folder / "config.json").read_text(), encoding=encoding)
+    assert read(folder) == expected.model_copy(update={"eos_token_ids": (7,)})
+
+
+@pytest.mark.parametrize("content", [b"\xff{}", b"\xff\xfe{", b"[" * 100_000, b"\xef\xbb\xbf"])
+def test_files_that_are_no_text_are_named(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    assert str(folder / "config.json") in refusal(folder)
 
 
 def test_a_nested_text_config(folder: Path) -> None:

@@ -53,6 +53,13 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(slow: str) -> No
     assert "tp=3 does not fit inside one node" in explained("tp=3", "--cluster", slow, status=1)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_cluster_file_of_another_shell(slow: str, encoding: str) -> None:
+    text = explained("tp=2", "--cluster", slow)
+    Path(slow).write_text(Path(slow).read_text(), encoding=encoding)
+    assert explained("tp=2", "--cluster", slow) == text
+
+
 def test_a_file_that_is_no_cluster_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("{}")
     done = RUN.invoke(app, ["explain", "--cluster", str(tmp_path / "x")])
