@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import tokenizers
 
+from placement.checkpoint.directory.text_file import read_text
 from serve_app.text.token_bytes import TokenizerError, token_bytes
 
 __all__ = ["Tokenizer", "TokenizerError", "read_tokenizer_json"]
@@ -20,6 +22,7 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._bytes = token_bytes(inner)
+        self._start = _start(inner)
         self.special_ids = frozenset(index for index, token in inner.get_added_tokens_decoder().items() if token.special)
 
     def __len__(self) -> int:
@@ -44,10 +47,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Special tokens that are written in the text are recognised.
 
-        `add_special_tokens`: whether to add the tokens that the model needs around a text (usually a start token).
+        `add_special_tokens`: whether to add the tokens that the model needs around a text (usually a start token). A text that
+        begins with the start token, as a rendered chat template does, gets no second one.
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        size = len(self._start)
+        is_doubled = add_special_tokens and size > 0 and ids[:size] == ids[size : 2 * size] == self._start
+        return ids[size:] if is_doubled else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence of token ids, by default without special tokens. Bytes that are not UTF-8 become
@@ -75,13 +81,19 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def _start(inner: tokenizers.Tokenizer) -> list[int]:
+    """Returns the ids of the tokens that `inner` adds at the front of a text."""
+    probe = inner.encode("a")
+    return [index for index, _ in takewhile(lambda pair: pair[1], zip(probe.ids, probe.special_tokens_mask, strict=True))]
+
+
 def read_tokenizer_json(path: Path) -> Tokenizer:
     """Returns the tokenizer of the Hugging Face file ``tokenizer.json`` at `path`.
 
     Raises `TokenizerError` if it cannot be read as such, or if its decoder is not supported.
     """
     try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner = tokenizers.Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer file: {error}") from error
     return Tokenizer(inner)
