@@ -19,7 +19,8 @@ class ServedModel:
     """One model, served under one or more names; answers carry the first one.
 
     `max_model_len` limits prompt and generated tokens together. Without `tokenizer`, prompts and answers are token ids; without
-    `template`, there is no chat. `bos_token_id` starts an empty prompt.
+    `template`, there is no chat; `template_names` are then the templates that the model has besides. `bos_token_id` starts an
+    empty prompt. `eos_token_ids` are all tokens that end an answer: those of the configuration and that of the tokenizer.
     """
 
     names: tuple[str, ...]
@@ -29,6 +30,7 @@ class ServedModel:
     bos_token_id: int | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    template_names: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -54,13 +56,15 @@ class ServedModel:
         `serve_app.text.template.TemplateError` if the text files cannot be used.
         """
         text = read_text_files(path)
+        ends = spec.eos_token_ids if text.eos_token_id is None else (*spec.eos_token_ids, text.eos_token_id)
         return cls(
             names=(name, *aliases),
             vocab_size=spec.vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=spec.eos_token_ids,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
             bos_token_id=spec.bos_token_id if spec.bos_token_id is not None else text.bos_token_id,
             tokenizer=text.tokenizer,
             template=text.template,
+            template_names=text.template_names,
             created=int(time.time()) if created is None else created,
         )
