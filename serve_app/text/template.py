@@ -9,9 +9,12 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from placement.model.errors import ReportedError
+
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 class TemplateError(ReportedError, ValueError):
@@ -21,19 +24,32 @@ class TemplateError(ReportedError, ValueError):
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt."""
+    """Turns messages into the text of a prompt.
+
+    `tests_content_for_none`: whether the template compares a message's content with ``none``, so that it can tell an empty
+    content from none at all.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """`variables`: names that the template may use besides the messages, such as ``bos_token``. Raises `TemplateError`."""
-        self.source = source
+        """`source` is Jinja, without the byte order mark that may be at its head. `variables`: names that the template may use
+        besides the messages, such as ``bos_token``. Raises `TemplateError`."""
+        self.source = source.removeprefix(_BYTE_ORDER_MARK)
         self._variables = dict(variables or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            tree = environment.parse(self.source)
+            self._texts = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+            self.tests_content_for_none = _tests_content_for_none(tree)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot be read: {error}") from error
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, Any]]]:
         return ChatTemplate, (self.source, self._variables)
+
+    def knows_role(self, role: str) -> bool:
+        """Returns whether the program of the template names `role`, so that it may have a form of its own for its messages."""
+        return role in self._texts
 
     def render(
         self,
@@ -58,7 +74,7 @@ class ChatTemplate:
             # Jinja's own messages are about the template; others may quote the conversation.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise TemplateError(f"the chat template failed: {reason}") from error
-        return _cut_after(text, str(messages[-1]["content"])) if continue_final_message else text
+        return _cut_after(text, str(messages[-1]["content"] or "")) if continue_final_message else text
 
 
 def _cut_after(text: str, content: str) -> str:
@@ -69,6 +85,23 @@ def _cut_after(text: str, content: str) -> str:
         if wanted and at >= 0:
             return text[: at + len(wanted)]
     raise TemplateError("continue_final_message: the template does not show the final message as it is (or it is empty)")
+
+
+def _tests_content_for_none(tree: nodes.Template) -> bool:
+    tested = [test.node for test in tree.find_all(nodes.Test) if test.name == "none"]
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        tested += sides if any(isinstance(side, nodes.Const) and side.value is None for side in sides) else []
+    return any(_is_content(node) for node in tested)
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Returns whether an expression is ``x.content``, ``x['content']`` or a variable of that name."""
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+        isinstance(node, nodes.Name) and node.name == "content"
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

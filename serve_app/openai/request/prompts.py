@@ -48,12 +48,10 @@ async def chat_prompt(model: ServedModel, fields: ChatTemplateFields) -> Prompt:
     or the options contradict each other.
     """
     if model.template is None or model.tokenizer is None:
-        raise invalid(
-            "messages", "this model has no chat template; use /v1/completions, or add chat_template.jinja to its folder"
-        )
+        raise invalid("messages", _no_template(model))
     if fields.add_generation_prompt and fields.continue_final_message:
         raise invalid("continue_final_message", "cannot go with add_generation_prompt; set that to false")
-    messages = conversation(fields.messages)
+    messages = conversation(fields.messages, model.template)
     try:
         text = model.template.render(
             messages, fields.add_generation_prompt, fields.continue_final_message, fields.chat_template_kwargs
@@ -86,6 +84,11 @@ def check_ids(model: ServedModel, ids: Sequence[Any], param: str) -> list[int]:
     if not all(type(index) is int and 0 <= index < model.vocab_size for index in ids):
         raise invalid(param, f"token ids are integers from 0 to {model.vocab_size - 1}")
     return list(ids)
+
+
+def _no_template(model: ServedModel) -> str:
+    names = f" named default, only {', '.join(model.template_names)}" if model.template_names else ""
+    return f"this model has no chat template{names}; use /v1/completions, or add chat_template.jinja to its folder"
 
 
 def _several(prompt: str | list[Any]) -> list[Any]:

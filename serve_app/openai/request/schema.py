@@ -26,6 +26,8 @@ MAX_STOPS = 16
 REFUSED = {
     "tools": "tool calls are not built yet",
     "functions": "tool calls are not built yet",
+    "chat_template": "the model's own is used",
+    "documents": "write them into a message",
     "suffix": "only text after the prompt is generated",
     "prediction": "leave it out",
     "audio": "only text is generated",

@@ -247,13 +247,18 @@ def toy_model(tokenizer: Tokenizer) -> ServedModel:
 def endpoint(toy_model: ServedModel) -> Callable[..., Endpoint]:
     """Make an endpoint from a script (or from the pieces of one answer) and changes to the model."""
 
-    def make(script: Script | Sequence[Step | bytes], settings: ApiSettings | None = None, **changes: Any) -> Endpoint:
+    def make(
+        script: Script | Sequence[Step | bytes],
+        settings: ApiSettings | None = None,
+        model: ServedModel = toy_model,
+        **changes: Any,
+    ) -> Endpoint:
         if not callable(script):
             steps = [token_of(step) if isinstance(step, bytes) else step for step in script]
             backend = ScriptedBackend(lambda _: steps)
         else:
             backend = ScriptedBackend(script)
-        model = replace(toy_model, **changes)
+        model = replace(model, **changes)
         app = create_api(model, backend, settings or ApiSettings())
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://toy")
         return Endpoint(backend, model, app, client)
