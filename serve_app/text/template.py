@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             tree = environment.parse(self.source)
-            self._texts = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+            self._roles = frozenset(node.value for node in _alternatives(tree) if isinstance(node, nodes.Const))
             self.tests_content_for_none = _tests_content_for_none(tree)
             self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -48,8 +48,8 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self._variables)
 
     def knows_role(self, role: str) -> bool:
-        """Returns whether the program of the template names `role`, so that it may have a form of its own for its messages."""
-        return role in self._texts
+        """Returns whether the template compares a value with `role`, so that it may have a form of its own for its messages."""
+        return role in self._roles
 
     def render(
         self,
@@ -87,21 +87,32 @@ def _cut_after(text: str, content: str) -> str:
     raise TemplateError("continue_final_message: the template does not show the final message as it is (or it is empty)")
 
 
+def _alternatives(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Returns the expressions that a template tells apart, roles among them: what it compares with, and the items of its lists
+    and the keys of its tables. The fields of an object (``'function' in call``) and the kinds of a tool are others."""
+    for comparison in tree.find_all(nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        if not any(_is_field(side, "type") for side in sides):
+            yield from sides[1:] if comparison.ops[0].op in ("in", "notin") else sides
+    for row in tree.find_all((nodes.List, nodes.Tuple)):
+        yield from row.iter_child_nodes()
+    for pair in tree.find_all(nodes.Pair):
+        yield pair.key
+
+
 def _tests_content_for_none(tree: nodes.Template) -> bool:
     tested = [test.node for test in tree.find_all(nodes.Test) if test.name == "none"]
     for comparison in tree.find_all(nodes.Compare):
         sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
         tested += sides if any(isinstance(side, nodes.Const) and side.value is None for side in sides) else []
-    return any(_is_content(node) for node in tested)
+    return any(_is_field(node, "content") for node in tested)
 
 
-def _is_content(node: nodes.Node) -> bool:
-    """Returns whether an expression is ``x.content``, ``x['content']`` or a variable of that name."""
+def _is_field(node: nodes.Node, name: str) -> bool:
+    """Returns whether an expression is ``x.name``, ``x['name']`` or a variable of that name."""
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
-        isinstance(node, nodes.Name) and node.name == "content"
-    )
+        return isinstance(node.arg, nodes.Const) and node.arg.value == name
+    return (isinstance(node, nodes.Getattr) and node.attr == name) or (isinstance(node, nodes.Name) and node.name == name)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

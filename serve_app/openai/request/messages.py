@@ -27,7 +27,7 @@ def conversation(messages: Sequence[dict[str, Any]], template: ChatTemplate) -> 
     Raises `ApiError` (400) for a missing or unknown role, content that is not text, and tool calls that cannot be read.
     """
     read = [_message(message, at, template) for at, message in enumerate(messages)]
-    merged = []
+    merged: list[dict[str, Any]] = []
     pairs = zip(read, messages, strict=True)
     for role, run in groupby(pairs, key=lambda pair: pair[0]["role"]):
         together = list(run)

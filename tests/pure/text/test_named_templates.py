@@ -29,8 +29,11 @@ def test_a_byte_order_mark_is_no_part_of_a_template():
 @pytest.mark.parametrize(
     ("source", "knows", "tests"),
     [
-        ("{{ 'developer' }}", True, False),
+        ("{% if m['role'] == 'developer' %}{% endif %}", True, False),
+        ("{% if 'developer' != m.role or false %}{% endif %}", True, False),
+        ("{% macro turn(kind) %}{% if kind == 'developer' %}{% endif %}{% endmacro %}", True, False),
         ("{% if m['role'] in ('user', 'developer') %}{% endif %}", True, False),
+        ("{% if m['role'] not in ['user', 'developer'] %}{% endif %}", True, False),
         ("{% set names = {'developer': 'system'} %}", True, False),
         ("{{ m.developer }}developer{# 'developer' #}{{ 'the developer' }}", False, False),
         ("{% if m.content is not none %}{% endif %}", False, True),
@@ -41,3 +44,12 @@ def test_a_byte_order_mark_is_no_part_of_a_template():
 def test_what_a_template_asks_about(source, knows, tests):
     template = ChatTemplate(source)
     assert (template.knows_role("developer"), template.tests_content_for_none) == (knows, tests)
+
+
+def test_the_function_of_a_call_is_no_role():
+    calls = (
+        "{% for c in m['tool_calls'] %}{% if 'function' in c and c['function'] and c.type == 'function' %}{{ c.function.name }}"
+        "{% elif 'function' == c['type'] or c.function is defined %}{% endif %}{% endfor %}"
+    )
+    assert not ChatTemplate(calls).knows_role("function")
+    assert ChatTemplate(calls + "{% if m.role == 'function' %}{% endif %}").knows_role("function")
