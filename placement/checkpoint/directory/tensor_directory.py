@@ -1,4 +1,4 @@
-"""The tensor directory of a checkpoint: the names, files and shapes of its tensors. Only headers are read, no weight.
+"""The tensor directory of a checkpoint: the names, files and shapes of its tensors. Only headers are read.
 
     safetensors headers ── placement.checkpoint.hf.safetensors_file ─┐
                                                                      ├──→ TensorDirectory ──→ check: all present, in the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from placement.model.spec import ModelError, ModelSpec
@@ -34,6 +34,10 @@ class TensorEntry:
     stored_name: str
     """Name of the tensor in its file."""
     shape: tuple[int, ...]
+    dtype: str
+    """Type of the values as the file names it, for example ``BF16`` or ``Q4_1``."""
+    data: range
+    """The bytes of the file that hold the values."""
     unreadable: str | None = None
     """Reason why the values cannot be read as floats, written as the end of a sentence; None if they can."""
 
@@ -47,6 +51,8 @@ class TensorDirectory:
 
     location: Path
     tensors: Mapping[str, TensorEntry]
+    promised: Mapping[str, Path] = field(default_factory=dict)
+    """The files of the tensors that an index names, but that no file has."""
 
 
 def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
@@ -70,9 +76,17 @@ def check(directory: TensorDirectory, spec: ModelSpec, own: Shard) -> None:
     }
     missing = needed.keys() - names
     if missing:
-        raise ModelError(f"{directory.location}: {len(missing)} tensors of {_part(own)} are missing: {some(missing)}")
+        raise ModelError(f"{directory.location}: {_missing(directory, own, missing)}")
     for name, shape in needed.items():
         _check_entry(name, directory.tensors[name], shape)
+
+
+def _missing(directory: TensorDirectory, own: Shard, missing: set[str]) -> str:
+    text = f"{len(missing)} tensors of {_part(own)} are missing: {some(missing)}"
+    promised = sorted(missing & directory.promised.keys())
+    if promised:
+        text += f". The index names {directory.promised[promised[0]].name} for {promised[0]}, but that file does not have it"
+    return text
 
 
 def _check_entry(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:

@@ -53,7 +53,9 @@ def directory(path: Path, header: GGUFHeader, spec: ModelSpec) -> TensorDirector
         name = hugging_face_name(info.name, spec)
         if name in tensors:
             raise ModelError(f"{path}: tensors {tensors[name].stored_name} and {info.name} are both {name}")
-        tensors[name] = TensorEntry(path, info.name, info.shape[::-1], _unreadable(info))
+        begin = header.data_start + info.offset
+        data = range(begin, begin + info.num_bytes)
+        tensors[name] = TensorEntry(path, info.name, info.shape[::-1], info.quantization.name, data, _unreadable(info))
     return TensorDirectory(path, tensors)
 
 

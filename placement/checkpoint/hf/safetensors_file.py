@@ -1,5 +1,8 @@
 """The tensor directory of safetensors files: one ``model.safetensors``, or several named by ``model.safetensors.index.json``.
 
+The index names the file of each tensor. So a tensor may be in several files, as in a checkpoint whose changed tensors were
+saved in a file of their own beside the original ones: the file that the index names counts.
+
     length u64 | header: {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...} | data
 
 The library `safetensors` reads the same header, but its error for a truncated file does not say what is wrong.
@@ -8,6 +11,7 @@ The library `safetensors` reads the same header, but its error for a truncated f
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,32 +63,45 @@ _METADATA = TypeAdapter(dict[str, str] | None)
 def read_directory(path: Path) -> TensorDirectory:
     """Returns the tensors of a Hugging Face folder, or of one safetensors file, from the headers. Raises `AbsentWeights` if the
     folder has no weights or lacks files that its index names, and `ModelError`, which names the file, if the index or a file is
-    unreadable, damaged or incomplete, or if a tensor is in two files."""
-    tensors: dict[str, TensorEntry] = {}
-    for file in _files(path):
+    unreadable, damaged or incomplete, if the index names a file for a tensor that only another file has, or if it leaves open
+    which of two files counts.
+
+    A tensor that the index names but no file has is in `TensorDirectory.promised`.
+    """
+    index = path / _INDEX
+    # As in transformers, a single file takes precedence over an index.
+    single = next((file for file in (path, path / _SINGLE) if file.is_file()), None)
+    if single is not None:
+        return TensorDirectory(path, {entry.stored_name: entry for entry in _read_file(single)})
+    if not index.is_file():
+        raise AbsentWeights(f"{path}: no weights; looked for {_SINGLE} and {_INDEX} (pickled .bin files are not read)")
+    file_of = _read_index(index)
+    copies: dict[str, dict[Path, TensorEntry]] = defaultdict(dict)
+    for file in sorted(set(file_of.values())):
         for entry in _read_file(file):
-            name = entry.stored_name
-            if name in tensors:
-                raise ModelError(f"tensor {name} is in two files: {tensors[name].file} and {file}")
-            tensors[name] = entry
-    return TensorDirectory(path, tensors)
+            copies[entry.stored_name][file] = entry
+    tensors = {name: _chosen(name, found, file_of.get(name), index) for name, found in copies.items()}
+    return TensorDirectory(path, tensors, {name: file for name, file in file_of.items() if name not in tensors})
 
 
-def _files(path: Path) -> list[Path]:
-    """Returns the files of a checkpoint. As in transformers, a single file takes precedence over an index."""
-    if path.is_file():
-        return [path]
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    if (path / _INDEX).is_file():
-        return _indexed(path / _INDEX)
-    raise AbsentWeights(f"{path}: no weights; looked for {_SINGLE} and {_INDEX} (pickled .bin files are not read)")
+def _chosen(name: str, copies: dict[Path, TensorEntry], named: Path | None, index: Path) -> TensorEntry:
+    """Returns the copy of a tensor in the file that the index names, or the only copy of a tensor that it does not list."""
+    if named is None and len(copies) == 1:
+        return next(iter(copies.values()))
+    if named is None:
+        files = " and ".join(map(str, copies))
+        raise ModelError(f"tensor {name} is in {len(copies)} files, {files}, and {index} does not say which counts")
+    if named not in copies:
+        raise ModelError(f"{index}: tensor {name} is said to be in {named.name}, but it is only in {next(iter(copies)).name}")
+    return copies[named]
 
 
-def _indexed(index: Path) -> list[Path]:
-    """Returns the files that an index names, each once. Raises `ModelError` if the index is unreadable or a file is absent."""
+def _read_index(index: Path) -> dict[str, Path]:
+    """Returns the file of each tensor that an index names. Raises `ModelError` if the index is unreadable or a file is
+    absent."""
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        weight_map = dict(json.loads(index.read_bytes())["weight_map"].items())
+        named = set(weight_map.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise ModelError(f'{index}: unreadable; expected {{"weight_map": {{tensor: file}}}} ({error!r})') from error
     strange = [name for name in named if not isinstance(name, str) or Path(name).name != name]
@@ -93,17 +110,23 @@ def _indexed(index: Path) -> list[Path]:
     absent = sorted(name for name in named if not (index.parent / name).is_file())
     if absent:
         raise AbsentWeights(f"{index}: {len(absent)} of {len(named)} files it names are not there: {', '.join(absent[:3])}")
-    return [index.parent / name for name in sorted(named)]
+    return {name: index.parent / file for name, file in weight_map.items()}
 
 
 def _read_file(file: Path) -> list[TensorEntry]:
     """Returns the tensors of one file, after a check that all data is present."""
     try:
-        stored, data_bytes = _read_header(file)
+        stored, data_start, data_bytes = _read_header(file)
         _check_data(stored, data_bytes)
     except (ValueError, OSError) as error:
         raise ModelError(f"{file}: damaged or incomplete safetensors file ({error})") from error
-    return [TensorEntry(file, name, each.shape, _unreadable(each.dtype)) for name, each in stored.items()]
+    return [_entry(file, name, each, data_start) for name, each in stored.items()]
+
+
+def _entry(file: Path, name: str, stored: _Stored, data_start: int) -> TensorEntry:
+    begin, end = stored.data_offsets
+    data = range(data_start + begin, data_start + end)
+    return TensorEntry(file, name, stored.shape, stored.dtype, data, _unreadable(stored.dtype))
 
 
 def _unreadable(dtype: str) -> str | None:
@@ -111,8 +134,9 @@ def _unreadable(dtype: str) -> str | None:
     return None if dtype in _READABLE else f"has type {dtype}, {readable}"
 
 
-def _read_header(file: Path) -> tuple[dict[str, _Stored], int]:
-    """Returns the entries of the header, and the number of bytes that follow it. Raises `ValueError` or `OSError`."""
+def _read_header(file: Path) -> tuple[dict[str, _Stored], int, int]:
+    """Returns the entries of the header, its end in the file, and the number of bytes that follow it. Raises `ValueError` or
+    `OSError`."""
     with file.open("rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -123,7 +147,7 @@ def _read_header(file: Path) -> tuple[dict[str, _Stored], int]:
             raise ValueError(f"its header is said to be {length} bytes long, but {rest} follow")
         if length > _MOST_HEADER:
             raise ValueError(f"its header is said to be {length} bytes long, and may be {_MOST_HEADER} at most")
-        return _parse(stream.read(length)), rest - length
+        return _parse(stream.read(length)), _LENGTH_BYTES + length, rest - length
 
 
 def _parse(header: bytes) -> dict[str, _Stored]:

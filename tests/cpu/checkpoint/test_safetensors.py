@@ -194,13 +194,21 @@ def test_a_bad_index_is_named(tmp_path, index, complaint):
     assert str(file) in str(e.value)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
-    for file in ("a.safetensors", "b.safetensors"):
-        save_file({"model.norm.weight": torch.ones(96)}, tmp_path / file)
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"model.norm.weight is in two files"):
-        open_source(tmp_path, SPEC)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=3, pp=2)], ids=str)
+@pytest.mark.parametrize("files", [("base", "changed"), ("model-2", "a-changed")])
+def test_of_two_copies_of_a_tensor_the_one_that_the_index_names_is_loaded(llama, files, layout):
+    """Whichever of the two files comes first by name."""
+    folder, tensors = llama
+    (folder / "model.safetensors").unlink()
+    base, overlay = (f"{name}.safetensors" for name in files)
+    names = ("model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight")
+    changed = {name: tensors[name] + 1 for name in names}
+    save_file(tensors, folder / base)
+    save_file(changed, folder / overlay)
+    index = {"weight_map": dict.fromkeys(tensors, base) | dict.fromkeys(changed, overlay)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole = load_all(folder, SPEC, layout)
+    assert all(torch.equal(whole[name], x) for name, x in (tensors | changed).items())
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere.gguf", "empty", "file.txt"])

@@ -76,6 +76,11 @@ def test_entries_say_where_a_tensor_is_and_its_shape(file: Path) -> None:
         "a": (file, "a", (2, 3), None),
         "b": (file, "b", (4,), None),
     }
+    content = file.read_bytes()
+    assert {name: (each.dtype, each.data) for name, each in directory.tensors.items()} == {
+        "a": ("F32", range(len(content) - 32, len(content) - 8)),
+        "b": ("BF16", range(len(content) - 8, len(content))),
+    }
     assert directory.location == file
 
 
@@ -189,11 +194,52 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     assert files == {"a": "a.safetensors", "b": "b.safetensors"}
 
 
-def test_a_tensor_in_two_files_names_both(tmp_path: Path) -> None:
+def test_the_index_settles_which_of_two_files_counts(tmp_path: Path) -> None:
+    other = {"a": ("F32", (3, 2)), "b": ("F16", (4,))}
+    write(tmp_path / "one.safetensors", TWO)
+    write(tmp_path / "two.safetensors", other)
+    for first, second in (("one", "two"), ("two", "one"), ("two", "two")):
+        index(tmp_path, a=f"{first}.safetensors", b=f"{second}.safetensors")
+        found = read_directory(tmp_path).tensors
+        assert {name: each.file.stem for name, each in found.items()} == {"a": first, "b": second}
+        assert found["a"].shape == {"one": (2, 3), "two": (3, 2)}[first]
+        assert found["b"].dtype == {"one": "BF16", "two": "F16"}[second]
+
+
+def test_a_copy_that_the_index_leaves_open_names_all_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write(tmp_path / f"{name}.safetensors", TWO)
-    index(tmp_path, a="one.safetensors", b="two.safetensors")
-    assert refusal(tmp_path) == f"tensor a is in two files: {tmp_path}/one.safetensors and {tmp_path}/two.safetensors"
+        write(tmp_path / f"{name}.safetensors", TWO | {name: ("F32", (1,))})
+    named = index(tmp_path, one="one.safetensors", two="two.safetensors", b="two.safetensors")
+    files = f"{tmp_path}/one.safetensors and {tmp_path}/two.safetensors"
+    assert refusal(tmp_path) == f"tensor a is in 2 files, {files}, and {named} does not say which counts"
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path) -> None:
+    """The other file's copy may be the one that was to be replaced."""
+    write(tmp_path / "one.safetensors", TWO)
+    write(tmp_path / "two.safetensors", {"b": TWO["b"]})
+    named = index(tmp_path, a="two.safetensors", b="one.safetensors")
+    assert refusal(tmp_path) == f"{named}: tensor a is said to be in two.safetensors, but it is only in one.safetensors"
+
+
+def test_a_tensor_that_the_index_does_not_list_is_known_from_the_only_file_that_has_it(tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", TWO)
+    index(tmp_path, a="one.safetensors")
+    assert set(read_directory(tmp_path).tensors) == {"a", "b"}
+
+
+def test_a_file_that_lacks_what_the_index_names_is_named(model: tuple[Path, ModelSpec]) -> None:
+    folder, spec = model
+    tensors = tensors_of(spec)
+    (folder / "model.safetensors").unlink()
+    write(folder / "one.safetensors", {name: each for name, each in tensors.items() if name != O_PROJ})
+    write(folder / "two.safetensors", {"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", (2,))})
+    index(folder, **(dict.fromkeys(tensors, "one.safetensors") | {O_PROJ: "two.safetensors", "unused": "two.safetensors"}))
+    with pytest.raises(ModelError) as refused:
+        check_tensors(folder, spec)
+    missing = f"1 tensors of layers 0-2 (the only stage) are missing: {O_PROJ}"
+    named = f"The index names two.safetensors for {O_PROJ}, but that file does not have it"
+    assert str(refused.value) == f"{folder}: {missing}. {named}"
 
 
 def test_weights_that_are_absent_are_told_from_damaged_ones(tmp_path: Path) -> None:
