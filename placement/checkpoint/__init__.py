@@ -1,1 +1,1 @@
-"""Checkpoint readers: model settings and tensors, from the headers of every format. No weight is read."""
+"""Checkpoint readers: model settings and tensors, from the headers of every format."""

@@ -1,10 +1,14 @@
-"""Reads a `ModelSpec` and the tensor directory from the headers of a checkpoint (Hugging Face or GGUF). No weight is read."""
+"""Reads a `ModelSpec` and the tensor directory from the headers of a checkpoint (Hugging Face or GGUF).
+
+No weight is read, except to find out whether an LM head equals the embedding.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from placement.checkpoint.directory.tensor_directory import TensorDirectory, check
+from placement.checkpoint.directory.tied_head import with_embedding
 from placement.checkpoint.gguf import gguf_header
 from placement.checkpoint.gguf import tensors as gguf_tensors
 from placement.checkpoint.hf import config_json, safetensors_file
@@ -13,8 +17,8 @@ from placement.ownership.shards import whole_model
 
 
 def read(path: str | Path) -> ModelSpec:
-    """Returns the specification of the model in a Hugging Face folder (with a ``config.json``) or in a GGUF file; no weight is
-    read.
+    """Returns the specification of the model in a Hugging Face folder (with a ``config.json``) or in a GGUF file, from the
+    headers. If the config ties the LM head to the embedding and the files hold both, the two are compared.
 
     Raises `ModelError`, which names the file and the field at fault, if there is no model at `path`, or if it is damaged,
     incomplete or not supported; `OSError` if a GGUF file cannot be opened.
@@ -45,12 +49,13 @@ def read_tensors(path: Path, spec: ModelSpec) -> TensorDirectory:
     """Returns the tensors of a Hugging Face folder, a ``.safetensors`` file or a GGUF file, after a check that all data is
     present.
 
-    `spec` is the model in the checkpoint; only the names of GGUF tensors depend on it. Raises `ModelError`, which names the
+    `spec` is the model in the checkpoint; the names of GGUF tensors depend on it, and whether the LM head serves as the
+    embedding, too (`placement.checkpoint.directory.tied_head`). Raises `ModelError`, which names the
     file at fault, if `path` is not a checkpoint, if weights are absent (`AbsentWeights`), or if a file is damaged or
     incomplete.
     """
     if is_safetensors(path):
-        return safetensors_file.read_directory(path)
+        return with_embedding(safetensors_file.read_directory(path), spec)
     return gguf_tensors.directory(path, gguf_tensors.read_sound_header(path), spec)
 
 

@@ -18,7 +18,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "checkpoint/directory": "The parts that all checkpoint formats share: typed header fields and a directory of tensors.",
         "checkpoint/hf": "Hugging Face folders: config.json and the headers of safetensors files.",
         "checkpoint/gguf": "GGUF files: their header, tensor names and RoPE scaling.",
-        "checkpoint": "Checkpoint readers: model settings and tensors, from the headers of every format. No weight is read.",
+        "checkpoint": "Checkpoint readers: model settings and tensors, from the headers of every format.",
         "explain": "Layouts as text and drawings: the rank grid, one layer, traffic, memory and balance.",
     },
     "actors": {

@@ -7,7 +7,7 @@ from pathlib import Path
 from actors.model.checkpoint.gguf_source import GgufSource
 from actors.model.checkpoint.safetensors_source import SafetensorsSource
 from actors.model.checkpoint.source import TensorSource
-from placement.checkpoint.header import is_safetensors
+from placement.checkpoint.header import is_safetensors, read_tensors
 from placement.model.spec import ModelSpec
 
 
@@ -18,4 +18,4 @@ def open_source(path: str | Path, spec: ModelSpec) -> TensorSource:
     Raises `ModelError` if the file does not exist, has another format, or is damaged.
     """
     path = Path(path)
-    return SafetensorsSource(path) if is_safetensors(path) else GgufSource(path, spec)
+    return SafetensorsSource(read_tensors(path, spec)) if is_safetensors(path) else GgufSource(path, spec)

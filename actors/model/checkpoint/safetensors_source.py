@@ -10,16 +10,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from placement.checkpoint.hf.safetensors_file import read_directory
+from placement.checkpoint.directory.tensor_directory import TensorDirectory
 from placement.model.spec import ModelError
 
 
 class SafetensorsSource:
     """A `TensorSource` over safetensors files."""
 
-    def __init__(self, path: Path) -> None:
-        """Open every file of the checkpoint (headers only). Raises `ModelError`, which names the faulty file."""
-        self.directory = read_directory(path)
+    def __init__(self, directory: TensorDirectory) -> None:
+        """Open every file that `directory` names (headers only). Raises `ModelError`, which names the faulty file."""
+        self.directory = directory
         with ExitStack() as opened:
             files = {entry.file for entry in self.directory.tensors.values()}
             self._handles = {file: _open(file, opened) for file in files}

@@ -6,18 +6,24 @@ Absent fields get the defaults of the architecture (`placement.checkpoint.hf.fam
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.directory.text_file import read_text
+from placement.checkpoint.directory.tied_head import is_tied
 from placement.checkpoint.hf.families import ACTIVATIONS, FAMILIES, Family
 from placement.checkpoint.hf.heads import read_heads
 from placement.checkpoint.hf.mla import read_mla, scores_scale
 from placement.checkpoint.hf.moe import read_moe
 from placement.checkpoint.hf.rope import read_ropes
+from placement.checkpoint.hf.safetensors_file import read_directory
 from placement.checkpoint.hf.windows import read_unrotated, read_windows
 from placement.model.spec import DTYPE_BYTES, ModelError, ModelSpec
+
+log = logging.getLogger("shardwright.checkpoint")
 
 _NAMES = {
     "num_layers": "num_hidden_layers",
@@ -36,7 +42,8 @@ _NAMES = {
 
 def read(folder: Path) -> ModelSpec:
     """Returns the specification of the model in a Hugging Face folder, from its ``config.json``, the end tokens in its
-    ``generation_config.json``, and for some MoE models the tensor names. Raises `ModelError` if a file is absent or is not a
+    ``generation_config.json``, for some MoE models the tensor names, and for tied embeddings whether the LM head in the files,
+    if there is one, equals the embedding. Raises `ModelError` if a file is absent or is not a
     JSON object, if the architecture, a quantisation or an option is not supported, or if a field is missing or not valid."""
     top = _load(folder / "config.json")
     if top.values.get("quantization_config") is not None:
@@ -84,7 +91,7 @@ def _spec(config: HeaderFields, family: Family, folder: Path, top: HeaderFields)
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
-        tie_embeddings=config.flag("tie_word_embeddings", family.tied),
+        tie_embeddings=_is_tied(config, family, folder),
         windows=windows,
         rope=rope,
         local_rope=local_rope,
@@ -122,6 +129,19 @@ def _qk_norm(config: HeaderFields, family: Family) -> str:
     if family.qk_norm != "optional":
         return family.qk_norm
     return "head" if config.flag("use_qk_norm", False) else "none"
+
+
+def _is_tied(config: HeaderFields, family: Family, folder: Path) -> bool:
+    """Whether the LM head is the embedding: as config.json says, unless the files hold another head. A folder without weights
+    serves for planning only, and a damaged one is refused when it is loaded."""
+    if not config.flag("tie_word_embeddings", family.tied):
+        return False
+    with suppress(ModelError, OSError):
+        if not is_tied(read_directory(folder)):
+            message = "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used as it is"
+            log.warning(message, config.file)
+            return False
+    return True
 
 
 def _activation(config: HeaderFields, family: Family) -> str:
