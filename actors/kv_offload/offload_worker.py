@@ -33,13 +33,16 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloadWorker:
-    """The KV offload of one rank. Its methods are called from the rank's thread."""
+    """The KV offload of one rank. Its methods are called from the rank's thread. `model_digest` identifies the model in the
+    names of blocks (`placement.model.digest`)."""
 
-    def __init__(self, config: RankConfig, identity: RankIdentity, cache: KVCaches, settings: TierConfig) -> None:
+    def __init__(
+        self, config: RankConfig, identity: RankIdentity, cache: KVCaches, settings: TierConfig, model_digest: str
+    ) -> None:
         side = identity.side
         self._rank, self._dp_rank, self._device = config.world_rank, side.dp_rank, torch.device(config.device)
         self._held = next(held for held in holdings(config.spec, side) if held.world_rank == config.world_rank)
-        self._kv_format = KVFormat.of(config.spec, settings.model_digest, config.dtype, config.block_size)
+        self._kv_format = KVFormat.of(config.spec, model_digest, config.dtype, config.block_size)
         shared = None if settings.disk_cache is None else DirectoryTier(settings.disk_cache, settings.disk_cache_bytes)
         self.tiers = Tiers(self._kv_format, HostTier(settings.host_cache), shared)
         first_head = self._held.kv_heads.start

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -24,7 +23,7 @@ from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.context.backend import ContextAttention
 from actors.model.attention_selection import choose, choose_latent, choose_partial
-from actors.model.checkpoint.load import LoadProgress, load
+from actors.model.checkpoint.load import LoadProgress, OnFilled, load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
 from actors.model.kv.kv_caches import KVCaches
@@ -40,7 +39,6 @@ from actors.wire.plans import StepPlan
 from actors.wire.rank_config import RankConfig
 from actors.wire.results import StepResult
 from placement.layout import mesh, sequence_parallel
-from placement.model.digest import model_digest
 from placement.ownership.rank_identity import RankIdentity
 from placement.ownership.shard import Shard
 
@@ -78,11 +76,16 @@ def identity_of(config: RankConfig) -> RankIdentity:
 
 
 def load_decoder(
-    config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], progress: LoadProgress = lambda done, total: None
+    config: RankConfig,
+    identity: RankIdentity,
+    groups: Mapping[str, Group],
+    progress: LoadProgress = lambda done, total: None,
+    on_filled: OnFilled = lambda parameter: None,
 ) -> Decoder:
     """Return the rank's pipeline stage of the decoder on its device, loaded from the rank's own slices of the checkpoint.
 
-    `groups` has the rank's group along every parallel axis, by axis. `progress` is called with (bytes loaded, bytes in all).
+    `groups` has the rank's group along every parallel axis, by axis. `progress` is called with (bytes loaded, bytes in all),
+    and `on_filled` with each parameter once it is loaded.
     Raises `ModelError` if the model cannot be served or the checkpoint does not fit it.
     """
     own, dtype, device = identity.shard, DTYPES[config.dtype], torch.device(config.device)
@@ -92,17 +95,23 @@ def load_decoder(
     decoder = Decoder(config.spec, own, groups["tp"], backend, dtype, device, scatter_from, moe_exchanges)
     source = open_source(config.model_path, config.spec)
     try:
-        load(dict(decoder.named_parameters()), config.spec, own, source, progress)
+        load(dict(decoder.named_parameters()), config.spec, own, source, progress, on_filled)
     finally:
         source.close()
     return decoder
 
 
 def put_together(
-    config: RankConfig, identity: RankIdentity, groups: Mapping[str, Group], decoder: Decoder, num_blocks: int
+    config: RankConfig,
+    identity: RankIdentity,
+    groups: Mapping[str, Group],
+    decoder: Decoder,
+    num_blocks: int,
+    model_digest: str = "",
 ) -> Parts:
     """Return the parts of a rank around a loaded decoder; allocates `num_blocks` KV pages, and opens the KV transport and tiers
-    if there are any. A collective call: all ranks of the replica call this.
+    if there are any, which need the `model_digest` (`placement.model.digest`). A collective call: all ranks of the replica call
+    this.
 
     Raises `ModelError` if the KV of the model cannot be handed off, `TransferError` if NIXL cannot be used, and
     `DirectoryError` if the disk cache cannot.
@@ -115,17 +124,26 @@ def put_together(
     pipeline = Pipeline(groups["pp"], groups["cp"], spec.hidden_size, dtype, device)
     experts = _experts(config, own, groups, decoder)
     runner = Runner(decoder, head, cache, pipeline, sampler, groups["cp"], identity.place, experts)
-    kv_connector = _kv_connector(config, identity, cache)
-    kv_offload = NoKVOffloadWorker() if config.tiers is None else KVOffloadWorker(config, identity, cache, config.tiers)
+    kv_connector = _kv_connector(config, identity, cache, model_digest)
+    kv_offload = _kv_offload(config, identity, cache, model_digest)
     return Parts(config, identity, groups, decoder, cache, sampler, pipeline, runner, experts, kv_connector, kv_offload)
 
 
-def _kv_connector(config: RankConfig, identity: RankIdentity, cache: KVCaches) -> KVConnectorWorker | NoKVConnectorWorker:
+def _kv_connector(
+    config: RankConfig, identity: RankIdentity, cache: KVCaches, model_digest: str
+) -> KVConnectorWorker | NoKVConnectorWorker:
     if not config.in_pool:
         return NoKVConnectorWorker()
     transport = NixlTransport(f"rank{config.world_rank}")
-    digest = model_digest(config.spec, Path(config.model_path))
-    return KVConnectorWorker.of(config, identity, cache, transport, f"nixl {nixl_version()}", digest)
+    return KVConnectorWorker.of(config, identity, cache, transport, f"nixl {nixl_version()}", model_digest)
+
+
+def _kv_offload(
+    config: RankConfig, identity: RankIdentity, cache: KVCaches, model_digest: str
+) -> KVOffloadWorker | NoKVOffloadWorker:
+    if config.tiers is None:
+        return NoKVOffloadWorker()
+    return KVOffloadWorker(config, identity, cache, config.tiers, model_digest)
 
 
 def _experts(config: RankConfig, own: Shard, groups: Mapping[str, Group], decoder: Decoder) -> ExpertWeightMover | NoExperts:

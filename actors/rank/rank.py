@@ -20,6 +20,8 @@ import torch
 from actors.engine.link.zmq_link import ZmqRankLink
 from actors.groups.distributed.rendezvous import serve_store
 from actors.groups.group import Group
+from actors.model.checkpoint.hash_cache import HashCache
+from actors.model.checkpoint.weight_hasher import NoWeightHasher, WeightHasher
 from actors.model.decoder import Decoder
 from actors.rank.addresses import interface_of, own_address
 from actors.rank.assembly import identity_of, load_decoder, put_together
@@ -79,23 +81,31 @@ class Rank:
 
     def load(self) -> Loaded:
         """Build this rank's stage and load its own weight slices from the checkpoint. Returns the bytes and seconds that this
-        took, and the device memory left. Raises `ModelError` if the model or its checkpoint cannot be used."""
+        took, and the device memory left. If the replica needs a model digest, also the digests of this rank's share of the
+        checkpoint.
+
+        Raises `ModelError` if the model or its checkpoint cannot be used, or if the checkpoint changes meanwhile.
+        """
         torch.set_num_threads(self._threads)
         began = time.perf_counter()
-        self._decoder = load_decoder(self._config, self.identity, self._groups, self._progress)
+        with self._hasher() as hasher:
+            self._decoder = load_decoder(self._config, self.identity, self._groups, self._progress, hasher.add)
+            chunk_digests = hasher.finish()
         gc.collect()
         weight_bytes = sum(weight.numel() * weight.element_size() for weight in self._decoder.parameters())
         self._status = self._status.model_copy(update={"state": "loaded"})
-        return Loaded(weight_bytes=weight_bytes, seconds=time.perf_counter() - began, free_bytes=self._free_bytes())
+        seconds = time.perf_counter() - began
+        free_bytes = self._free_bytes()
+        return Loaded(weight_bytes=weight_bytes, seconds=seconds, free_bytes=free_bytes, chunk_digests=chunk_digests)
 
-    def run(self, address: str, token: str, num_blocks: int) -> None:
+    def run(self, address: str, token: str, num_blocks: int, model_digest: str) -> None:
         """Allocate `num_blocks` KV pages, connect to the engine's `ZmqEngineLink` at `address` with its `token`, and run its
-        plans until the engine closes the link.
+        plans until the engine closes the link. `model_digest` may be empty if no KV leaves the ranks of this replica.
 
         Raises the exception of any failure that ends the rank earlier; a failure in a step is reported to the engine first.
         """
         torch.set_num_threads(self._threads)
-        parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks)
+        parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks, model_digest)
         link = ZmqRankLink(address, self._config.world_rank, token)
         self._status = self._status.model_copy(update={"state": "running"})
         try:
@@ -106,6 +116,13 @@ class Rank:
     def status(self) -> RankStatus:
         """Return the state and progress of this rank. Safe to call while another method runs."""
         return self._status
+
+    def _hasher(self) -> WeightHasher | NoWeightHasher:
+        config = self._config
+        if not config.needs_model_digest:
+            return NoWeightHasher()
+        cache = HashCache.of_user(os.environ)
+        return WeightHasher(Path(config.model_path), config.spec, config.layout, config.world_rank, self._threads, cache)
 
     def _stepped(self) -> None:
         self._status = self._status.model_copy(update={"steps": self._status.steps + 1})

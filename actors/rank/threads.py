@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,8 @@ from actors.groups.base import DEFAULT_TIMEOUT_S
 from actors.groups.group import Group
 from actors.groups.solo import SoloGroup
 from actors.groups.thread import thread_groups
+from actors.model.checkpoint.hash_cache import HashCache
+from actors.model.checkpoint.weight_hasher import whole_digest
 from actors.rank.assembly import Parts, identity_of, load_decoder, put_together
 from actors.rank.stepping import close_groups, run_plans
 from actors.rank.thread_link import ThreadLink
@@ -106,16 +110,23 @@ def start_ranks(
     one collective waits for its peers.
     """
     layout = config.layout
+    digest = _model_digest(config)
     groups = {axis: _groups_along(layout, axis, timeout_s) for axis in mesh.talking_axes(config.spec, layout)}
     threads = []
     for rank in range(layout.world):
         own = config.model_copy(update={"world_rank": rank})
         mine = {axis: of_rank[rank] for axis, of_rank in groups.items()}
-        arguments = (own, mine, num_blocks, link_end, attach)
+        arguments = (own, mine, num_blocks, digest, link_end, attach)
         threads.append(threading.Thread(target=_run_rank, args=arguments, name=f"rank {rank} of {layout}", daemon=True))
     for thread in threads:
         thread.start()
     return threads
+
+
+def _model_digest(config: RankConfig) -> str:
+    if not config.needs_model_digest:
+        return ""
+    return whole_digest(Path(config.model_path), config.spec, HashCache.of_user(os.environ))
 
 
 def _groups_along(layout: Layout, axis: str, timeout_s: float) -> dict[int, Group]:
@@ -131,6 +142,7 @@ def _run_rank(
     config: RankConfig,
     groups: dict[str, Group],
     num_blocks: int,
+    model_digest: str,
     link_end: Callable[[int], PlanLink],
     attach: Callable[[Parts], Parts],
 ) -> None:
@@ -139,7 +151,7 @@ def _run_rank(
     try:
         identity = identity_of(config)
         decoder = load_decoder(config, identity, groups)
-        parts = attach(put_together(config, identity, groups, decoder, num_blocks))
+        parts = attach(put_together(config, identity, groups, decoder, num_blocks, model_digest))
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")
         link.close()

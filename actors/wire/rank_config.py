@@ -40,6 +40,12 @@ class RankConfig(BaseModel):
     threads_per_rank: int | None = None
     """CPU threads of this rank; None divides the cores of the machine evenly between its ranks."""
 
+    @property
+    def needs_model_digest(self) -> bool:
+        """Whether the rank exchanges KV with ranks of other replicas, or keeps it in tiers, and so must know that they compute
+        the same model."""
+        return self.in_pool or self.tiers is not None
+
 
 class Rendezvous(BaseModel):
     """The addresses with which the ranks of one replica connect to each other.
@@ -78,13 +84,17 @@ class RankLocation(BaseModel):
 
 
 class Loaded(BaseModel):
-    """The outcome of loading a rank's weights. `free_bytes` is the device memory left for KV pages (CUDA only)."""
+    """The outcome of loading a rank's weights. `free_bytes` is the device memory left for KV pages (CUDA only).
+
+    `chunk_digests` are those of the rank's share of the checkpoint (`placement.model.digest`), empty if they are not needed.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     weight_bytes: int
     seconds: float
     free_bytes: int | None = None
+    chunk_digests: bytes = b""
 
 
 class RankStatus(BaseModel):

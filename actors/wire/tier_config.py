@@ -24,15 +24,9 @@ class TierOptions(BaseModel):
 
 
 class TierConfig(TierOptions):
-    """The KV tiers of one model's replica: host memory, a directory, or both.
-
-    `model_digest` is described in `placement.model.digest`. It is part of every key, so the blocks of other models are never
-    found.
-    """
+    """The KV tiers of one replica: host memory, a directory, or both."""
 
     model_config = ConfigDict(title="TierConfig")
-
-    model_digest: str
 
     @model_validator(mode="after")
     def _there_is_one(self) -> Self:

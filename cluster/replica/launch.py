@@ -24,6 +24,7 @@ from cluster.replica.rank_actor import RankActor
 from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import tier_config
+from placement.model.digest import model_digest
 from placement.model.spec import ModelError
 from placement.ownership.context import BLOCK_TOKENS
 
@@ -39,6 +40,8 @@ class ReplicaRanks:
     loaded: tuple[Loaded, ...]
     token: str
     """Identifies this generation of ranks to the engine."""
+    model_digest: str
+    """The digest of the weights that they have loaded (`placement.model.digest`); empty if the replica needs none."""
 
     def run(self, address: str, num_blocks: int) -> list[ray.ObjectRef[Any]]:
         """Start the endless loop of every rank, which runs the plans of the engine that listens at the ZeroMQ `address`, with
@@ -46,7 +49,7 @@ class ReplicaRanks:
 
         Returns one reference per rank, in world-rank order, which becomes ready when that rank ends. Does not wait.
         """
-        return [actor.run.remote(address, self.token, num_blocks) for actor in self.actors]
+        return [actor.run.remote(address, self.token, num_blocks, self.model_digest) for actor in self.actors]
 
     def kill(self) -> None:
         """Kill every rank process, without a chance to clean up."""
@@ -82,7 +85,8 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
         for actor in actors:
             ray.kill(actor)
         raise
-    return ReplicaRanks(actors, locations, loaded, token)
+    shares = [rank.chunk_digests for rank in loaded]
+    return ReplicaRanks(actors, locations, loaded, token, model_digest(settings.spec, shares) if any(shares) else "")
 
 
 def rank_statuses(timeout_s: float = 1.0) -> dict[str, RankStatus]:

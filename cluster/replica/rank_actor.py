@@ -41,13 +41,13 @@ class RankActor:
         Raises `ModelError`. See `Rank.load`."""
         return self._rank.load()
 
-    def run(self, address: str, token: str, num_blocks: int) -> None:
-        """Run the plans of the engine that listens at the ZeroMQ `address`, with `num_blocks` KV blocks, until it closes the
-        link.
+    def run(self, address: str, token: str, num_blocks: int, model_digest: str) -> None:
+        """Run the plans of the engine that listens at the ZeroMQ `address`, with `num_blocks` KV blocks of the model with
+        `model_digest`, until it closes the link.
 
         Raises whatever ends the rank earlier. See `Rank.run`; `token` identifies this generation of ranks to the engine.
         """
-        self._rank.run(address, token, num_blocks)
+        self._rank.run(address, token, num_blocks, model_digest)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> RankStatus:

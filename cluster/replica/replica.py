@@ -26,6 +26,7 @@ from actors.engine.link.zmq_link import ZmqEngineLink
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.roles import Role, WorkKind
 from cluster.replica import launch, placement_group
+from cluster.replica.rank_checks import LaunchError
 from cluster.replica.roles import ReplicaRole, RoleReport
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import offload_config
@@ -61,7 +62,8 @@ class Replica:
         self._ranks = launch.launch(settings, self._reserved, name)
         self._blocks = _num_blocks(settings, self._ranks)
         link, self._sentinels = self._link()
-        self.engine = Engine(_engine_config(settings, self._blocks), link, flush=self._tokens.flush)
+        self._model_digest = self._ranks.model_digest
+        self.engine = Engine(_engine_config(settings, self._blocks, self._model_digest), link, flush=self._tokens.flush)
         self.engine.start()
         self._down = None
         self._watcher = threading.Thread(target=self._watch, name="rank-watcher", daemon=True)
@@ -235,6 +237,7 @@ class Replica:
                     self._reserved.free()
                     self._reserved = placement_group.reserve(self._settings, _here())
                 self._ranks = launch.launch(self._settings, self._reserved, self._name)
+                self._check_weights()
                 link, self._sentinels = self._link()
             except Exception as error:
                 log.exception("ranks of %s did not come back", self._name)
@@ -245,6 +248,13 @@ class Replica:
             return
         self._dead = self._down
         self._closing.set()
+
+    def _check_weights(self) -> None:
+        """Raise `LaunchError` if ranks that were launched again have loaded other weights: the engine's tiers hold KV of the
+        former ones. Serve then replaces the replica."""
+        if self._ranks.model_digest != self._model_digest:
+            self._ranks.kill()
+            raise LaunchError(f"the weights in {self._settings.model_path} are not those that the replica started with")
 
 
 def _here() -> str:
@@ -272,7 +282,7 @@ def _num_blocks(settings: ReplicaSettings, ranks: launch.ReplicaRanks) -> int:
     return kv_budget.kv_blocks(needs, settings.kv_bytes, free, settings.max_model_len, settings.max_sequences)
 
 
-def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
+def _engine_config(settings: ReplicaSettings, num_blocks: int, model_digest: str) -> EngineConfig:
     limits = {name: getattr(settings, name) for name in EngineLimits.model_fields}
     return EngineConfig(
         **limits,
@@ -281,7 +291,7 @@ def _engine_config(settings: ReplicaSettings, num_blocks: int) -> EngineConfig:
         kv_owners=settings.layout.kv_owners,
         dp_size=settings.layout.attn_dp,
         max_chunk_tokens=POOL_CHUNK_TOKENS if settings.in_pool else CHUNK_TOKENS,
-        offload=offload_config(settings),
+        offload=offload_config(settings, model_digest),
         stages=settings.layout.pp,
         vocab_size=settings.spec.vocab_size,
         rope=settings.spec.rope,

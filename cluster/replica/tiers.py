@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from pathlib import Path
-
 from actors.engine.config.engine_config import OffloadConfig
 from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.key_layout import own_folder
 from actors.wire.tier_config import TierConfig, TierOptions
 from cluster.replica.settings import ReplicaSettings
 from placement.cost import memory
-from placement.model.digest import model_digest
-from placement.model.spec import ModelSpec
 from placement.ownership.context import BLOCK_TOKENS
 
 
 def tier_config(settings: ReplicaSettings) -> TierConfig | None:
-    """Returns the configuration of the KV offload tiers for the ranks, or None if the settings request none. Reads a sample of
-    the weights, and creates the tier's folder if there is a disk tier.
+    """Returns the configuration of the KV offload tiers for the ranks, or None if the settings request none. Creates the tier's
+    folder if there is a disk tier.
 
-    Raises `FileNotFoundError` if there are no weights, and `DirectoryError` if the directory cannot be used on this machine, so
-    that the start fails before any ranks are launched.
+    Raises `DirectoryError` if the directory cannot be used on this machine, so that the start fails before any ranks are
+    launched.
     """
     if not settings.host_cache and settings.disk_cache is None:
         return None
     if settings.disk_cache is not None:
         own_folder(settings.disk_cache)
-    return TierConfig(
-        model_digest=_digest(settings.spec, settings.model_path),
-        **{name: getattr(settings, name) for name in TierOptions.model_fields},
-    )
+    return TierConfig(**{name: getattr(settings, name) for name in TierOptions.model_fields})
 
 
-def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
+def offload_config(settings: ReplicaSettings, model_digest: str) -> OffloadConfig | None:
     """Returns the configuration of the KV offload tiers for the engine, or None if the settings request no tiers.
 
-    Reads, creates and raises what `tier_config` does.
+    `model_digest` identifies the weights that the ranks have loaded (`placement.model.digest`). Creates and raises what
+    `tier_config` does.
     """
     tiers = tier_config(settings)
     if tiers is None:
@@ -45,11 +38,6 @@ def offload_config(settings: ReplicaSettings) -> OffloadConfig | None:
     return OffloadConfig(
         tiers=tiers,
         layout=settings.layout,
-        kv_format=KVFormat.of(settings.spec, tiers.model_digest, settings.dtype, BLOCK_TOKENS),
+        kv_format=KVFormat.of(settings.spec, model_digest, settings.dtype, BLOCK_TOKENS),
         block_bytes=max(rank.block_bytes for rank in needs),
     )
-
-
-@lru_cache(maxsize=4)
-def _digest(spec: ModelSpec, path: str) -> str:
-    return model_digest(spec, Path(path))

@@ -1,48 +1,57 @@
-"""The model digest: a hash over a model's specification and a sample of its weights.
+"""The model digest: a hash over a model's specification and over every byte of every tensor that it uses.
 
-Two servers may exchange KV pages, or reuse each other's pages on disk, only if they run the same weights. Hashing gigabytes
-would delay every start, so the digest covers the length of each weight file, its header, and `SAMPLES` samples spread evenly
-over it. Two trainings of one architecture differ everywhere, and a truncated or replaced file differs too. A deliberate edit
-of a few bytes may go unnoticed.
+Two servers may exchange KV pages, or reuse each other's pages on disk, only if the same tokens have the same KV in both. That
+is so if they run the same specification (sizes, rope, scales) with the same weights, in the same dtype, which is compared
+beside the digest.
+
+    tensor    | chunk 0 | chunk 1 | ... |      chunks of `CHUNK_BYTES`, as they are in the file
+                   │         │
+              chunk digest  chunk digest       SHA-256 of the tensor's name, type and shape, the chunk's number and its bytes
+                   └────┬────┘
+    sorted, with those of all tensors and the specification: SHA-256
+
+The order of chunk digests does not matter, so each rank computes some of them while it loads
+(`placement.ownership.hash_shares`), and the digest is the same under any layout and however the tensors are distributed over
+files.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from placement.model.spec import ModelSpec
 
-SAMPLES = 64
-_SAMPLE_BYTES = 4096
-_FORM = b"shardwright/model/1\0"
+CHUNK_BYTES = 64 << 20
+"""Size of a chunk of a tensor; the last one of a tensor may be shorter."""
+_DIGEST_BYTES = 32
+_FORM = b"shardwright/model/2\0"
 
 
-def model_digest(spec: ModelSpec, path: Path) -> str:
-    """Returns the digest, 64 hexadecimal digits, of a specification and of a folder of safetensors files or a GGUF file at
-    `path`.
+def num_chunks(num_bytes: int) -> int:
+    """Returns the number of chunks of a tensor of `num_bytes` bytes, at least 1."""
+    return max(1, -(-num_bytes // CHUNK_BYTES))
 
-    It covers the length and a sample of the bytes of every weight file, so a few edited bytes may go unnoticed. Raises
-    `FileNotFoundError` if there are no weight files, and `OSError` if one cannot be read.
+
+def chunk_digest(name: str, dtype: str, shape: tuple[int, ...], chunk: int, content: bytes) -> bytes:
+    """Returns the digest of a chunk of a tensor, 32 bytes.
+
+    `name` is the tensor's Hugging Face name, `dtype` its type as the file has it, `chunk` the chunk's number in the tensor, and
+    `content` the SHA-256 of its bytes.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise FileNotFoundError(f"{path}: there are no weights (*.safetensors, or a GGUF file) to name the model by")
-    digest = hashlib.sha256(_FORM + spec.model_dump_json().encode())
-    for file in files:
-        digest.update(file.stat().st_size.to_bytes(8, "little"))
-        for sample in _samples(file):
-            digest.update(sample)
+    return hashlib.sha256(b"\0".join((name.encode(), dtype.encode(), repr((shape, chunk)).encode(), content))).digest()
+
+
+def model_digest(spec: ModelSpec, shares: Iterable[bytes]) -> str:
+    """Returns the digest of a model, 64 hexadecimal digits, from its specification and the digests of all chunks of all its
+    tensors.
+
+    `shares` are the chunk digests of each rank, one after the other. Neither their order nor that of the shares matters.
+    """
+    digest = hashlib.sha256(_FORM + spec.model_dump_json().encode() + b"\0")
+    digest.update(b"".join(sorted(each for share in shares for each in _split(share))))
     return digest.hexdigest()
 
 
-def _samples(file: Path) -> Iterator[bytes]:
-    """Yields the first `SAMPLES` samples of a file, which cover its header, then samples spread evenly up to its end."""
-    size = file.stat().st_size
-    step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) // SAMPLES)
-    with file.open("rb") as opened:
-        yield opened.read(_SAMPLE_BYTES * SAMPLES)
-        for at in range(step, size, step):
-            opened.seek(at)
-            yield opened.read(_SAMPLE_BYTES)
+def _split(share: bytes) -> Iterator[bytes]:
+    return (share[at : at + _DIGEST_BYTES] for at in range(0, len(share), _DIGEST_BYTES))

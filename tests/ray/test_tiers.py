@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
+import pytest
+
+from placement.checkpoint.hf.safetensors_file import read_directory
 from tests.ray.server import READY_S, Server, kill, ready, serving, start, wait_until
 from tests.ray.streaming import body
 from tests.support.models.tiny_models import tiny
@@ -26,6 +31,30 @@ def test_after_everything_was_killed_the_directory_serves_another_layout(tmp_pat
         assert answers(again) == before
         assert again.gauge("tier_found_tokens") == 48 * len(PROMPTS)
         assert again.gauge("tier_block_parts:tier=shared") > 0
+
+
+@pytest.mark.long
+def test_a_model_that_was_edited_between_two_starts_finds_no_blocks(tmp_path: Path) -> None:
+    """One bit of one tensor, with the file's old time of change; set back, the model finds its blocks again."""
+    shutil.copytree(tiny("llama3").folder, tmp_path / "model")
+    file, options = tmp_path / "model" / "model.safetensors", ("--dtype", "float32", "--disk-cache", str(tmp_path / "blocks"))
+    at = read_directory(file).tensors["model.layers.2.self_attn.k_proj.weight"].data.start + 403
+    found = []
+    for _ in range(3):
+        with serving(str(tmp_path / "model"), *options) as server:
+            answers(server)
+            found.append(server.gauge("tier_found_tokens"))
+        flip(file, at)
+    assert found == [0, 0, 48 * len(PROMPTS)]
+
+
+def flip(file: Path, at: int) -> None:
+    """Change the sign of the float32 that ends at the byte `at`, in place, and restore the times that a user can set."""
+    times, content = file.stat(), bytearray(file.read_bytes())
+    content[at] ^= 0x80
+    with file.open("r+b") as opened:
+        opened.write(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def answers(server: Server) -> list[list[int]]:

@@ -20,6 +20,9 @@ from placement.ownership.weight_slices import Parameter, WeightSlice
 LoadProgress = Callable[[int, int], None]
 """A callback that receives (bytes filled, bytes in all) of the rank's parameters."""
 
+OnFilled = Callable[[Parameter], None]
+"""A callback that receives each parameter once it is filled."""
+
 
 def load(
     decoder_parameters: Mapping[str, Tensor],
@@ -27,9 +30,11 @@ def load(
     own: Shard,
     source: TensorSource,
     progress: LoadProgress | None = None,
+    on_filled: OnFilled = lambda parameter: None,
 ) -> None:
     """Fill the parameters of the rank that holds `own` in place from `source`, cast to the dtype of each parameter. Padding
-    rows become zero. `progress` is called with (bytes filled, bytes in all) after each parameter.
+    rows become zero. After each parameter, `progress` is called with (bytes filled, bytes in all), and `on_filled` with the
+    parameter.
 
     `decoder_parameters` are the tensors to fill, on any device, by the names of `placement.ownership.shards.parameters`. Raises
     `ModelError`, before anything is filled, if the model, the shard table and the checkpoint disagree on a name or a shape, or
@@ -44,6 +49,7 @@ def load(
         target = decoder_parameters[parameter.name]
         _fill(target, parameter, source)
         done += target.nbytes
+        on_filled(parameter)
         if progress is not None:
             progress(done, total)
 

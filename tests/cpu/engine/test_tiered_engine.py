@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.engine.config.engine_config import EngineConfig, OffloadConfig
 from actors.engine.config.stats import EngineStats
 from actors.kv_offload.block_part import KVFormat
 from actors.kv_offload.offload_worker import KVOffloadWorker
+from actors.model.checkpoint.hash_cache import HashCache
+from actors.model.checkpoint.weight_hasher import whole_digest
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from actors.wire.tier_config import TierConfig
+from placement.checkpoint import header
 from placement.layout.layout import Layout
 from tests.support.inprocess import InProcess, in_process
 from tests.support.long_cases import long
@@ -33,13 +38,15 @@ def config(blocks: int) -> EngineConfig:
     return EngineConfig(block_size=BLOCK, num_blocks=blocks, max_model_len=128, max_batch_tokens=64, max_sequences=8)
 
 
-def tiered(model: TinyModel, layout: str, blocks: int, settings: TierConfig) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
+def tiered(
+    model: TinyModel, layout: str, blocks: int, settings: TierConfig, digest: str = "a" * 64
+) -> tuple[EngineConfig, Callable[[Parts], Parts]]:
     parsed = Layout.parse(layout)
-    kv_format = KVFormat.of(model.spec, settings.model_digest, "float32", BLOCK)
+    kv_format = KVFormat.of(model.spec, digest, "float32", BLOCK)
     offload = OffloadConfig(tiers=settings, layout=parsed, kv_format=kv_format, block_bytes=4096)
 
     def attach(parts: Parts) -> Parts:
-        return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.identity, parts.cache, settings))
+        return replace(parts, kv_offload=KVOffloadWorker(parts.config, parts.identity, parts.cache, settings, digest))
 
     return config(blocks).model_copy(update={"offload": offload, "kv_owners": parsed.kv_owners}), attach
 
@@ -80,7 +87,7 @@ def prompts(seed: int, count: int, length: int = 41) -> list[list[int]]:
 def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout: str) -> None:
     model, texts = tiny(family), prompts(1, 12)
     expected = answers(model, texts)
-    engine, attach = tiered(model, layout, 26, TierConfig(model_digest="a" * 64, host_cache=64 << 20))
+    engine, attach = tiered(model, layout, 26, TierConfig(host_cache=64 << 20))
 
     def work(replica: InProcess) -> None:
         for turn in range(2):
@@ -98,7 +105,7 @@ def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout
 def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(2, 4)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="b" * 64, disk_cache=tmp_path)
+    settings = TierConfig(disk_cache=tmp_path)
 
     def work(replica: InProcess) -> None:
         assert [replica.run(request(str(at), text)).tokens for at, text in enumerate(texts)] == expected
@@ -121,21 +128,43 @@ def test_a_directory_serves_another_layout_after_a_restart(tmp_path: Path) -> No
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     texts = prompts(3, 2)
     for digest in ("c" * 64, "d" * 64):
-        settings = TierConfig(model_digest=digest, disk_cache=tmp_path)
+        settings = TierConfig(disk_cache=tmp_path)
 
         def work(replica: InProcess) -> None:
             for at, text in enumerate(texts):
                 replica.run(request(str(at), text))
 
-        stats = run(tiny("llama3"), "", *tiered(tiny("llama3"), "", 100, settings), work)
+        stats = run(tiny("llama3"), "", *tiered(tiny("llama3"), "", 100, settings, digest), work)
         assert stats.tier_found_tokens == 0
+
+
+def test_a_model_with_one_edited_value_finds_nothing_of_the_other(tmp_path: Path) -> None:
+    """With the digests that the ranks compute; the edited model gets its own answers, and the unedited one still finds its
+    blocks."""
+    model, texts, settings = tiny("llama3"), prompts(6, 2), TierConfig(disk_cache=tmp_path / "blocks")
+    shutil.copytree(model.folder, tmp_path / "edited")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(model.folder / "model.safetensors")
+    tensors[name][20, 30] += 0.5
+    save_file(tensors, tmp_path / "edited" / "model.safetensors")
+    edited = replace(model, folder=tmp_path / "edited")
+    found: dict[str, int] = {}
+    for turn, each in (("first", model), ("edited", edited), ("first again", model), ("edited again", edited)):
+        digest = whole_digest(each.folder, header.read(each.folder), HashCache(tmp_path / "hashes"))
+        expected = answers(each, texts)
+
+        def work(replica: InProcess, expected: list[list[int]] = expected) -> None:
+            assert [replica.run(request(str(at), text)).tokens for at, text in enumerate(texts)] == expected
+
+        found[turn] = run(each, "", *tiered(each, "", 100, settings, digest), work).tier_found_tokens
+    assert found == {"first": 0, "edited": 0, "first again": 80, "edited again": 80}
 
 
 @pytest.mark.long
 def test_cancelled_while_their_blocks_are_fetched(tmp_path: Path) -> None:
     model, texts = tiny("llama3"), prompts(4, 30)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="e" * 64, host_cache=64 << 20, disk_cache=tmp_path)
+    settings = TierConfig(host_cache=64 << 20, disk_cache=tmp_path)
     draw = random.Random(5)
 
     def work(replica: InProcess) -> None:

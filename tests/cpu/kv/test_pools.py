@@ -173,7 +173,7 @@ def test_pools_whose_blocks_outlive_the_device(tmp_path: Path, prefill: str, dec
     preemptions on the decode side lose comes back from its own."""
     model, texts = tiny("llama3"), prompts(7, 14)
     expected = answers(model, texts)
-    settings = TierConfig(model_digest="a" * 64, host_cache=64 << 20, disk_cache=tmp_path)
+    settings = TierConfig(host_cache=64 << 20, disk_cache=tmp_path)
     one, other = (tiered(model, layout, 30, settings)[0] for layout in (prefill, decode))
     with pools(model, prefill, decode, one, other, expected_tokens=2) as both:
         for turn in range(3):

@@ -357,7 +357,7 @@ def test_neither_torch_nor_ray_comes_with_the_engine() -> None:
 def test_requests_that_stuck_tiers_starve_make_a_replica_unhealthy() -> None:
     """Blocks of a fetch that no rank answers are all there are: the next request waits, and nothing runs."""
     kv_format = KVFormat.of(heads_model(4), "a" * 64, "float32", 4)
-    settings = TierConfig(model_digest="a" * 64, host_cache=1 << 20)
+    settings = TierConfig(host_cache=1 << 20)
     offload = OffloadConfig(tiers=settings, layout=Layout.parse(""), kv_format=kv_format, block_bytes=64, fetch_timeout_s=0.01)
     small = config(offload=offload, num_blocks=6, max_model_len=24, step_timeout_s=0.3)
     engine, inbox = Engine(small, ScriptedLink(6, 4, VOCAB)), Inbox()

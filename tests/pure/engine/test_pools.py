@@ -367,7 +367,7 @@ def test_one_that_waited_too_long_asks_the_tiers_no_more() -> None:
 def tiered_side(**changes: Any) -> Side:
     """Two blocks of ``range(9)`` and two of ``range(20, 29)`` are in the tiers, and have left the device since."""
     kv_format = KVFormat.of(heads_model(4), "a" * 64, "float32", 4)
-    settings = TierConfig(model_digest="a" * 64, host_cache=1 << 20)
+    settings = TierConfig(host_cache=1 << 20)
     offload = OffloadConfig(tiers=settings, layout=Layout.parse("tp=2"), kv_format=kv_format, block_bytes=64, **changes)
     side = Side(config(offload=offload))
     for prompt in (range(9), range(20, 29), range(50, 81)):

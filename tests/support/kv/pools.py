@@ -145,7 +145,9 @@ def _side(
         return replace(
             parts,
             kv_connector=kv_connector,
-            kv_offload=KVOffloadWorker(parts.config, parts.identity, parts.cache, config.offload.tiers),
+            kv_offload=KVOffloadWorker(
+                parts.config, parts.identity, parts.cache, config.offload.tiers, config.offload.kv_format.model_digest
+            ),
         )
 
     return config.model_copy(update={"disaggregation": disaggregation, "kv_owners": parsed.kv_owners}), torch.float32, attach

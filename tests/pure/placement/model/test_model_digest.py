@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
+import random
 
 import pytest
 
-from placement.model.digest import model_digest
+from placement.model.digest import CHUNK_BYTES, chunk_digest, model_digest, num_chunks
+from placement.model.spec import RopeSpec
 from tests.support.kv.handoff_cases import heads_model
 
-SIZE = 3_000_000
+CHUNK = ("model.norm.weight", "BF16", (3, 2), 0, hashlib.sha256(b"values").digest())
 
 
-def _weights(folder: Path, content: bytes) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(content)
-    return folder
+def test_neither_the_order_of_chunks_nor_the_rank_that_hashed_them_matters() -> None:
+    chunks = [chunk_digest(*CHUNK[:3], at, CHUNK[4]) for at in range(20)]
+    expected = model_digest(heads_model(2), [b"".join(chunks)])
+    assert len(expected) == 64
+    random.Random(1).shuffle(chunks)
+    assert model_digest(heads_model(2), [b"".join(chunks[:7]), b"", b"".join(chunks[7:])]) == expected
 
 
-def test_it_is_the_same_for_the_same_model_wherever_it_lies(tmp_path: Path) -> None:
-    content = bytes(range(250)) * (SIZE // 250)
-    one, two = (_weights(tmp_path / name, content) for name in ("one", "two"))
-    assert model_digest(heads_model(2), one) == model_digest(heads_model(2), two)
-    assert model_digest(heads_model(2), one / "model.safetensors") == model_digest(heads_model(2), one)
-    assert len(model_digest(heads_model(2), one)) == 64
+def test_a_chunk_more_less_or_twice_is_another_model() -> None:
+    chunks = [chunk_digest(*CHUNK[:3], at, CHUNK[4]) for at in range(3)]
+    shares = [chunks, chunks[:2], chunks[1:], [*chunks, chunks[0]], []]
+    assert len({model_digest(heads_model(2), share) for share in shares}) == len(shares)
 
 
-def test_other_sizes_other_weights_and_other_lengths_are_other_models(tmp_path: Path) -> None:
-    content = bytes(range(250)) * (SIZE // 250)
-    folder = _weights(tmp_path / "it", content)
-    digests = {model_digest(heads_model(2), folder), model_digest(heads_model(3), folder)}
-    for changed in (b"x" + content[1:], content[:-1] + b"x", content[:-1], bytes(byte ^ 1 for byte in content)):
-        digests.add(model_digest(heads_model(2), _weights(folder, changed)))
-    assert len(digests) == 6
+def test_whatever_is_said_of_a_chunk_counts() -> None:
+    name, dtype, shape, chunk, content = CHUNK
+    others = [
+        ("model.norm.weights", dtype, shape, chunk, content),
+        (name, "F16", shape, chunk, content),
+        (name, dtype, (2, 3), chunk, content),
+        (name, dtype, (6,), chunk, content),
+        (name, dtype, shape, 1, content),
+        (name, dtype, shape, chunk, hashlib.sha256(b"valuet").digest()),
+    ]
+    assert len({chunk_digest(*each) for each in (CHUNK, *others)}) == 7
 
 
-def test_a_change_to_every_weight_after_the_header_is_seen(tmp_path: Path) -> None:
-    """As another training of the same architecture: headers and lengths are equal."""
-    header, rest = bytes(1 << 19), bytes(SIZE)
-    first = model_digest(heads_model(2), _weights(tmp_path / "it", header + rest))
-    second = model_digest(heads_model(2), _weights(tmp_path / "it", header + bytes([1]) * SIZE))
-    assert first != second
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope": RopeSpec(theta=10000.1)},
+        {"rope": RopeSpec(kind="linear", factor=2.0)},
+        {"rope": RopeSpec(interleaved=True)},
+        {"local_rope": RopeSpec(theta=5000.0)},
+        {"unrotated_layers": (1,)},
+        {"attention_scale": 0.2},
+        {"attention_softcap": 30.0},
+        {"value_scale": 0.5},
+        {"embedding_scale": 2.0},
+        {"norm_eps": 2e-5},
+        {"norm_offset": 1.0},
+        {"activation": "gelu_tanh"},
+        {"dtype": "float16"},
+        {"qk_norm": "head"},
+    ],
+    ids=str,
+)
+def test_equal_weights_under_another_specification_are_another_model(change: dict[str, object]) -> None:
+    spec, chunks = heads_model(2), [chunk_digest(*CHUNK)]
+    assert spec.model_copy(update=change) != spec
+    assert model_digest(spec.model_copy(update=change), chunks) != model_digest(spec, chunks)
 
 
-def test_a_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there are no weights"):
-        model_digest(heads_model(2), tmp_path)
+def test_the_number_of_chunks_covers_every_byte() -> None:
+    assert [num_chunks(size) for size in (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES)] == [1, 1, 1, 2, 3]
