@@ -48,6 +48,23 @@ def test_a_model_that_was_edited_between_two_starts_finds_no_blocks(tmp_path: Pa
     assert found == [0, 0, 48 * len(PROMPTS)]
 
 
+@pytest.mark.long
+def test_ranks_that_come_back_with_edited_weights_find_no_blocks(tmp_path: Path) -> None:
+    """The engine names blocks by the weights it started with, so the replica is replaced."""
+    shutil.copytree(tiny("llama3").folder, tmp_path / "model")
+    file, options = tmp_path / "model" / "model.safetensors", ("--dtype", "float32", "--disk-cache", str(tmp_path / "blocks"))
+    with serving(str(tmp_path / "model"), *options) as server:
+        answers(server)
+        [before] = server.gauges()
+        flip(file, read_directory(file).tensors["model.layers.2.self_attn.k_proj.weight"].data.start + 403)
+        server.ranks()[0].kill()
+        wait_until(lambda: ready(server) and server.gauges().keys() - {before}, READY_S, server.log.read_text)
+        answers(server)
+        [after] = server.gauges().keys() - {before}
+        assert server.gauges()[after]["tier_saved_blocks"] >= 3 * len(PROMPTS)
+        assert server.gauges()[after]["tier_found_tokens"] == 0
+
+
 def flip(file: Path, at: int) -> None:
     """Change the sign of the float32 that ends at the byte `at`, in place, and restore the times that a user can set."""
     times, content = file.stat(), bytearray(file.read_bytes())
