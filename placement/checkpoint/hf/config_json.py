@@ -14,7 +14,7 @@ from typing import Any
 from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.directory.text_file import read_text
 from placement.checkpoint.directory.tied_head import is_tied
-from placement.checkpoint.hf.families import ACTIVATIONS, FAMILIES, Family
+from placement.checkpoint.hf.families import ACTIVATIONS, FAMILIES, TEXT_FAMILY, Family
 from placement.checkpoint.hf.heads import read_heads
 from placement.checkpoint.hf.mla import read_mla, scores_scale
 from placement.checkpoint.hf.moe import read_moe
@@ -54,7 +54,7 @@ def read(folder: Path) -> ModelSpec:
     family = FAMILIES.get(config.text("model_type"))
     if family is None:
         raise config.fault("model_type", f"the architectures known here are {', '.join(FAMILIES)}")
-    return _spec(config, family, folder, top)
+    return _spec(HeaderFields(config.file, {**family.sizes, **config.values}), family, folder, top)
 
 
 def _spec(config: HeaderFields, family: Family, folder: Path, top: HeaderFields) -> ModelSpec:
@@ -166,13 +166,15 @@ def _load(file: Path) -> HeaderFields:
 
 
 def _decoder(top: HeaderFields) -> HeaderFields:
-    """Returns the fields that describe the decoder. Multi-modal models nest them; ``tie_word_embeddings`` may still be in the
-    outer part."""
+    """Returns the fields that describe the decoder. Multimodal models nest them; ``tie_word_embeddings`` may still be in the
+    outer part, and a missing ``model_type`` follows from the outer one."""
     nested = top.group("text_config")
     if nested is None:
         return top
     outer = {name: top.values[name] for name in ("tie_word_embeddings",) if name in top.values}
-    return HeaderFields(top.file, {**outer, **nested.values})
+    implied = TEXT_FAMILY.get(top.text("model_type", ""))
+    family = {} if implied is None else {"model_type": implied}
+    return HeaderFields(top.file, {**outer, **family, **nested.values})
 
 
 def _num_kv_heads(config: HeaderFields, family: Family, num_heads: int) -> int:

@@ -6,14 +6,20 @@ The defaults are those of the architecture's config class in transformers 5.24.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""The fields of config.json that every architecture has: sizes, and numbers of layers and of query heads."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One ``model_type``. Fields that `ModelSpec` also has mean the same there."""
 
+    sizes: Mapping[str, int]
+    """Defaults of the fields in `SIZES`, by their names in config.json."""
     max_position: int
     num_kv_heads: int | None
     """Default number of KV heads. None: as many as query heads."""
@@ -75,7 +81,13 @@ class Family:
     eos_token_ids: tuple[int, ...] = ()
 
 
+def _sizes(*values: int) -> dict[str, int]:
+    """Returns `values` by the names in `SIZES`, in their order."""
+    return dict(zip(SIZES, values, strict=True))
+
+
 _GLM = {
+    "sizes": _sizes(4096, 13696, 40, 32, 151552),
     "max_position": 131072,
     "num_kv_heads": 2,
     "head_dim": 128,
@@ -88,16 +100,50 @@ _GLM = {
 }
 
 FAMILIES = {
-    "llama": Family(2048, None, o_bias=None, mlp_bias=None, bos_token_id=1, eos_token_ids=(2,)),
-    "mistral": Family(131072, 8, qkv_bias=False, windows="all", window=4096, bos_token_id=1, eos_token_ids=(2,)),
-    "qwen2": Family(32768, 32, qkv_bias=True, windows="qwen", window=4096),
-    "qwen3": Family(32768, 32, head_dim=128, o_bias=None, qk_norm="head", windows="qwen", window=4096),
-    "mixtral": Family(
-        131072, 8, qkv_bias=False, moe="mixtral", norm_eps=1e-5, windows="all", theta=1e6, bos_token_id=1, eos_token_ids=(2,)
+    "llama": Family(
+        _sizes(4096, 11008, 32, 32, 32000), 2048, None, o_bias=None, mlp_bias=None, bos_token_id=1, eos_token_ids=(2,)
     ),
-    "qwen2_moe": Family(32768, 16, attention_bias=True, bias_field="qkv_bias", moe="qwen2", windows="qwen2_moe", window=4096),
-    "qwen3_moe": Family(32768, 4, o_bias=None, qk_norm="head", moe="qwen3", windows="if_told", window=4096),
+    "mistral": Family(
+        _sizes(4096, 14336, 32, 32, 32000),
+        131072,
+        8,
+        qkv_bias=False,
+        windows="all",
+        window=4096,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    ),
+    "qwen2": Family(_sizes(4096, 22016, 32, 32, 151936), 32768, 32, qkv_bias=True, windows="qwen", window=4096),
+    "qwen3": Family(
+        _sizes(4096, 22016, 32, 32, 151936), 32768, 32, head_dim=128, o_bias=None, qk_norm="head", windows="qwen", window=4096
+    ),
+    "mixtral": Family(
+        _sizes(4096, 14336, 32, 32, 32000),
+        131072,
+        8,
+        qkv_bias=False,
+        moe="mixtral",
+        norm_eps=1e-5,
+        windows="all",
+        theta=1e6,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    ),
+    "qwen2_moe": Family(
+        _sizes(2048, 5632, 24, 16, 151936),
+        32768,
+        16,
+        attention_bias=True,
+        bias_field="qkv_bias",
+        moe="qwen2",
+        windows="qwen2_moe",
+        window=4096,
+    ),
+    "qwen3_moe": Family(
+        _sizes(2048, 6144, 24, 32, 151936), 32768, 4, o_bias=None, qk_norm="head", moe="qwen3", windows="if_told", window=4096
+    ),
     "gpt_oss": Family(
+        _sizes(2880, 2880, 36, 64, 201088),
         131072,
         8,
         head_dim=64,
@@ -112,6 +158,7 @@ FAMILIES = {
         rope=(("rope_type", "yarn"), ("factor", 32.0), ("truncate", False), ("original_max_position_embeddings", 4096)),
     ),
     "glm4_moe": Family(
+        _sizes(4096, 10944, 46, 96, 151552),
         131072,
         8,
         moe="glm4",
@@ -121,6 +168,7 @@ FAMILIES = {
         partial_rotary_factor=0.5,
     ),
     "mimo_v2_flash": Family(
+        _sizes(4096, 16384, 48, 64, 152576),
         131072,
         4,
         head_dim=192,
@@ -136,6 +184,7 @@ FAMILIES = {
         bos_token_id=1,
     ),
     "deepseek_v2": Family(
+        _sizes(4096, 11008, 32, 32, 102400),
         2048,
         None,
         o_bias=None,
@@ -147,6 +196,7 @@ FAMILIES = {
         eos_token_ids=(2,),
     ),
     "deepseek_v3": Family(
+        _sizes(7168, 18432, 61, 128, 129280),
         4096,
         None,
         o_bias=None,
@@ -158,6 +208,7 @@ FAMILIES = {
         eos_token_ids=(1,),
     ),
     "smollm3": Family(
+        _sizes(2048, 11008, 36, 16, 128256),
         32768,
         4,
         o_bias=None,
@@ -169,8 +220,18 @@ FAMILIES = {
         bos_token_id=128000,
         eos_token_ids=(128001,),
     ),
-    "olmo2": Family(2048, None, o_bias=None, qk_norm="width", norm_eps=1e-5, norms="post", eos_token_ids=(50279,)),
+    "olmo2": Family(
+        _sizes(4096, 11008, 32, 32, 50304),
+        2048,
+        None,
+        o_bias=None,
+        qk_norm="width",
+        norm_eps=1e-5,
+        norms="post",
+        eos_token_ids=(50279,),
+    ),
     "phi3": Family(
+        _sizes(3072, 8192, 32, 32, 32064),
         4096,
         None,
         qkv_bias=False,
@@ -187,6 +248,7 @@ FAMILIES = {
     "glm": Family(**_GLM),  # type: ignore[arg-type]
     "glm4": Family(**_GLM, norms="sandwich_glm"),  # type: ignore[arg-type]
     "gemma2": Family(
+        _sizes(2304, 9216, 26, 8, 256000),
         8192,
         4,
         head_dim=256,
@@ -203,6 +265,7 @@ FAMILIES = {
         eos_token_ids=(1,),
     ),
     "gemma3_text": Family(
+        _sizes(2304, 9216, 26, 8, 262208),
         131072,
         4,
         head_dim=256,
@@ -225,3 +288,21 @@ FAMILIES = {
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names of the activations in `ModelSpec`, by their names in config.json."""
+
+_TEXT_FAMILIES = {
+    "deepseek_v3": ("kimi_k25",),
+    "gemma3_text": ("gemma3", "shieldgemma2"),
+    "llama": (
+        *("deepseek_vl", "deepseek_vl_hybrid", "glmasr", "idefics3", "janus", "llava", "llava_next", "llava_next_video"),
+        *("omniasr", "perception_lm", "smolvlm", "video_llava", "vipllava", "voxtral"),
+    ),
+    "mistral": ("idefics2", "mistral3"),
+    "qwen2": (
+        *("audioflamingo3", "fast_vlm", "got_ocr2", "internvl", "llava_onevision", "musicflamingo", "ovis2", "pp_chart2table"),
+        *("qwen2_audio", "vibevoice", "vibevoice_asr", "video_llama_3"),
+    ),
+    "qwen3": ("lighton_ocr", "moss_transcribe_diarize", "qianfan_ocr", "qwen3_asr"),
+}
+
+TEXT_FAMILY = {outer: family for family, outers in _TEXT_FAMILIES.items() for outer in outers}
+"""The family of the decoder in a multimodal model, by the outer ``model_type``: counts if ``text_config`` names none."""

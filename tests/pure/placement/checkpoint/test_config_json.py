@@ -137,6 +137,22 @@ def test_a_nested_text_config(folder: Path) -> None:
     assert (spec.family, spec.tie_embeddings, spec.dtype) == ("llama", True, "bfloat16")
 
 
+def test_a_nested_text_config_of_few_fields(folder: Path) -> None:
+    """As published for Gemma 3: the rest is that of the class, the model type that of the outer one."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    outer = {"model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": text}))
+    spec = read(folder)
+    assert (spec.family, spec.dtype, spec.tie_embeddings) == ("gemma3_text", "bfloat16", True)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert spec.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
+
+
+def test_a_nested_text_config_of_an_unknown_outer_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "some_vl", "text_config": {"hidden_size": 64}}))
+    assert "the field model_type is missing" in refusal(folder)
+
+
 def test_what_the_newer_families_are(folder: Path) -> None:
     names = ("gemma2", "gemma3_text", "phi3", "glm", "glm4", "olmo2", "smollm3")
     specs = {name: read(write(folder, model_type=name, num_attention_heads=8, num_key_value_heads=4)) for name in names}
@@ -262,11 +278,16 @@ def test_bad_rope(folder: Path, changes: dict[str, object], parts: list[str]) ->
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "name", ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
-)
-def test_a_missing_field_is_named(folder: Path, name: str) -> None:
-    text = refusal(write(folder, drop=(name,)))
+def test_a_missing_model_type_is_named(folder: Path) -> None:
+    text = refusal(write(folder, drop=("model_type",)))
+    assert str(folder / "config.json") in text
+    assert "the field model_type is missing" in text
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"])
+def test_a_size_of_null_is_no_absent_field(folder: Path, name: str) -> None:
+    """An absent size has a default; null stands for no size."""
+    text = refusal(write(folder, **{name: None}))
     assert str(folder / "config.json") in text
     assert f"the field {name} is missing" in text
 
