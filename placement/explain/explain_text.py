@@ -12,7 +12,7 @@ from placement.cost.units import size_text
 from placement.experts.expert_map import map_of
 from placement.explain import drawing
 from placement.explain.columns import columns
-from placement.explain.explanation import Explanation, micro_batch_counts
+from placement.explain.explanation import Explanation, context_source, micro_batch_counts
 from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage, spared_bytes
 from placement.legality.dcp_sizes import legal_dcp
@@ -44,6 +44,7 @@ def _head(explained: Explanation, name: str) -> Iterator[str]:
     if spec.moe is not None and layout.ep > 1:
         yield _experts(spec.moe, layout)
     yield f"{parameter_count(spec):,} parameters in {step.dtype}, {spec.num_layers} layers, hidden size {spec.hidden_size:,}"
+    yield f"context of at most {spec.max_position:,} tokens: {context_source(spec)}"
 
 
 def _experts(moe: MoESpec, layout: Layout) -> str:

@@ -108,6 +108,7 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
     spec, layout, step = explained.spec, explained.layout, explained.step
     return {
         "model": {"name": name, "parameters": parameter_count(spec), **spec.model_dump(mode="json", exclude={"rope"})},
+        "context": {"tokens": spec.max_position, "from": context_source(spec)},
         "layout": str(layout),
         "layout_fields": layout.model_dump(mode="json"),
         "world": layout.world,
@@ -127,6 +128,16 @@ def as_json(explained: Explanation, name: str) -> dict[str, Any]:
         "balance": {"measure": MEASURE, **asdict(explained.balance)},
         "bubble": {str(count): bubble(layout.pp, count) for count in micro_batch_counts(layout)},
     }
+
+
+def context_source(spec: ModelSpec) -> str:
+    """Returns what the model's context length in tokens follows from, as text: its RoPE scaling (``32,768 x 4 (yarn)``), or the
+    field that states it."""
+    rope = spec.rope
+    original = rope.original_max_position or 0
+    if rope.kind in ("yarn", "dynamic") and int(original * rope.factor) == spec.max_position:
+        return f"{original:,} x {rope.factor:g} ({rope.kind})"
+    return "as the file states (max_position_embeddings, in GGUF context_length)"
 
 
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:

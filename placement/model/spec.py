@@ -69,6 +69,19 @@ class RopeSpec(BaseModel):
         """Whether the rotation at a position depends on the length of the sequence (kinds ``longrope`` and ``dynamic``)."""
         return self.kind in ("longrope", "dynamic")
 
+    def context_length(self, stated: int) -> int:
+        """Returns the model's context length in tokens, if its file states `stated` positions.
+
+        With ``dynamic``, files state the trained length, which `factor` extends. With ``yarn``, some files state the trained
+        length or a little more, others the extended one: the longer of `stated` and ``original_max_position * factor`` counts.
+        With every other kind it is `stated`.
+        """
+        if self.kind == "dynamic":
+            return int(stated * self.factor)
+        if self.kind == "yarn":
+            return max(stated, int((self.original_max_position or 0) * self.factor))
+        return stated
+
     def deciding_length(self, prompt_length: int, longest: int) -> int:
         """Returns the length, in tokens, by which the frequencies of a sequence are chosen when it starts.
 
@@ -112,6 +125,7 @@ class ModelSpec(BaseModel):
     """Intermediate size (columns) of the MLP of a dense layer."""
     vocab_size: PositiveInt
     max_position: PositiveInt
+    """Context length in tokens, with the extension by `rope`; see `RopeSpec.context_length`."""
     norm_eps: Positive
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation function of the MLP's gate."""

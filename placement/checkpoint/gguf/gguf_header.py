@@ -66,7 +66,7 @@ def _spec(path: Path, header: GGUFHeader, fields: HeaderFields, family: str) -> 
         head_dim=head_dim,
         intermediate_size=fields.whole(names["intermediate_size"]),
         vocab_size=_vocab_size(header, fields, family),
-        max_position=fields.whole(names["max_position"]),
+        max_position=rope.context_length(fields.whole(names["max_position"])),
         norm_eps=fields.number(names["norm_eps"]),
         activation=known.activation,
         qkv_bias=not header.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),

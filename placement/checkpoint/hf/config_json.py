@@ -78,8 +78,7 @@ def _spec(config: HeaderFields, family: Family, folder: Path, top: HeaderFields)
         head_dim=head_dim,
         intermediate_size=config.whole("intermediate_size"),
         vocab_size=config.whole("vocab_size"),
-        # With dynamic RoPE, the field holds the training length; the scaling allows more positions.
-        max_position=int(max_position * rope.factor) if rope.kind == "dynamic" else max_position,
+        max_position=rope.context_length(max_position),
         norm_eps=config.number("rms_norm_eps", config.number("layernorm_epsilon", family.norm_eps)),
         activation=_activation(config, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,

@@ -164,3 +164,13 @@ def test_keys_of_a_file_from_any_editor(tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n", encoding=encoding, newline="\r\n")
     assert read_api_keys(parse_args({"api_keys": ("own",), "api_keys_file": str(file)})) == ("own", "one", "two")
+
+
+def test_yarn_allows_the_context_that_it_extends_to(tmp_path: Path) -> None:
+    """max_position_embeddings states the trained length, as the cards of some models tell users to leave it."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 64, "rope_scaling": scaling}))
+    asked = [replica_settings(ServeArgs(model=str(tmp_path), max_model_len=length), "cpu") for length in (None, 200)]
+    assert [settings.max_model_len for settings in asked] == [256, 200]
+    with pytest.raises(LayoutError, match=r"max_model_len 300 is longer than the 256 positions"):
+        replica_settings(ServeArgs(model=str(tmp_path), max_model_len=300), "cpu")

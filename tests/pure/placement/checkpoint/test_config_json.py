@@ -171,6 +171,41 @@ def test_what_the_newer_families_are(folder: Path) -> None:
     assert [smollm3.rope_of(layer) is None for layer in range(4)] == [False, False, False, True]
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("stated", "scaling", "limit"),
+    [
+        (64, YARN, 256),  # as the cards of Qwen2.5 have it
+        (80, YARN, 256),  # as those of Qwen3: a little more than the trained length
+        (256, YARN, 256),
+        (1000, YARN, 1000),
+        (64, {"rope_type": "yarn", "factor": 2.5}, 160),  # the trained length is the stated one
+        (256, {**YARN, "factor": None}, 256),
+        (256, {**LLAMA3, "original_max_position_embeddings": 64}, 256),
+        (256, {**LONGROPE, "original_max_position_embeddings": 64}, 256),
+        (64, {"rope_type": "linear", "factor": 4.0}, 64),
+        (64, {"rope_type": "default"}, 64),
+    ],
+)
+def test_the_context_length_follows_from_the_scaling(
+    folder: Path, spelling: str, stated: int, scaling: dict[str, object], limit: int
+) -> None:
+    spec = read(write(folder, max_position_embeddings=stated, **{spelling: scaling}))
+    assert spec.max_position == limit
+
+
+def test_phi3_files_that_say_yarn_mean_longrope(folder: Path) -> None:
+    yarn = {**LONGROPE, "type": "yarn", "rope_type": None}
+    values = {"original_max_position_embeddings": 64, "max_position_embeddings": 80, "rope_scaling": yarn}
+    spec = read(write(folder, model_type="phi3", num_key_value_heads=8, **values))
+    assert (spec.rope.kind, spec.max_position) == ("longrope", 80)
+
+
 def test_a_dynamic_rope_makes_room(folder: Path) -> None:
     spec = read(write(folder, rope_scaling={"type": "dynamic", "factor": 2.5}, max_position_embeddings=100))
     assert (spec.max_position, spec.rope.original_max_position) == (250, 100)

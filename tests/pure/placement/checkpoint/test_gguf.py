@@ -100,6 +100,14 @@ def test_linear_and_yarn_rope(tmp_path: Path) -> None:
     assert read(write(tmp_path / "b.gguf", extra=yarn)).rope == RopeSpec(kind="yarn", factor=4, original_max_position=128)
 
 
+@pytest.mark.parametrize(("original", "limit"), [(512, 2048), (400, 1600), (128, 512), (None, 2048)])
+def test_yarn_extends_a_stated_trained_length(tmp_path: Path, original: int | None, limit: int) -> None:
+    """The files state 512 positions."""
+    scaling: dict[str, int | float | str] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    given = {} if original is None else {"rope.scaling.original_context_length": original}
+    assert read(write(tmp_path / "m.gguf", extra=scaling | given)).max_position == limit
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_rope_is_told_from_its_divisors(tmp_path: Path, factor: float) -> None:
     rope = RopeSpec(kind="llama3", theta=5e5, factor=factor, original_max_position=8192)

@@ -13,7 +13,7 @@ from placement.explain.explanation import Explanation, as_json, explain
 from placement.layout.layout import Layout
 from placement.layout.mesh import coords_of
 from placement.legality.check import check
-from placement.model.spec import ModelSpec
+from placement.model.spec import ModelSpec, RopeSpec
 from placement.ownership.shards import shard
 
 MIB = 1 << 20
@@ -168,3 +168,21 @@ def test_dp_ranks_are_told_and_each_holds_the_cache_of_its_own_rows() -> None:
 def test_a_dp_rank_without_rows_sends_nothing() -> None:
     found = explained("attn_dp=2,tp=2", StepShape.of(1, 5, dp_size=2))
     assert {rank for _, ranks in found.traffic for rank in ranks} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit", "source"),
+    [
+        ({"kind": "yarn", "factor": 4.0, "original_max_position": 1024}, 4096, "1,024 x 4 (yarn)"),
+        ({"kind": "dynamic", "factor": 2.5, "original_max_position": 1000}, 2500, "1,000 x 2.5 (dynamic)"),
+        ({"kind": "yarn", "factor": 4.0, "original_max_position": 1024}, 8192, "as the file states"),
+        ({"kind": "llama3", "factor": 4.0, "original_max_position": 1024}, 4096, "as the file states"),
+        ({}, 4096, "as the file states"),
+    ],
+)
+def test_the_context_length_is_told_with_its_source(rope: dict[str, object], limit: int, source: str) -> None:
+    found = explained("", rope=RopeSpec.model_validate(rope), max_position=limit)
+    assert f"context of at most {limit:,} tokens: {source}" in as_text(found, "m")
+    told = as_json(found, "m")["context"]
+    assert told["tokens"] == limit
+    assert told["from"].startswith(source)
