@@ -6,6 +6,8 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from placement.checkpoint.gguf.gguf_file import is_gguf
+from placement.checkpoint.gguf.split import find_files, holds_gguf, model_name
 from placement.model.spec import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -45,20 +47,31 @@ class ModelFiles:
 
 
 def resolve(model: str, header_only: bool = False) -> ModelFiles:
-    """Returns the files of `model`: a built-in name, the path of a folder or GGUF file, or a hub id (``owner/name``).
+    """Returns the files of `model`: a built-in name, the path of a folder or GGUF file, or a hub id (``owner/name``). Any part
+    of a split GGUF file, and a folder of its parts, stand for the whole; the path returned is that of its first part.
 
     Downloads only for a hub id, into the user's Hugging Face cache, and with `header_only` only the configuration files, no
-    weights. Raises `ModelError` if there are no such files, the built-in model's package is not installed, or the download
-    fails.
+    weights. Raises `ModelError` if there are no such files or a part is missing, the built-in model's package is not installed,
+    or the download fails.
     """
     if model in BUILT_IN:
         return ModelFiles(model, _packaged(BUILT_IN[model]))
     path = Path(model).expanduser()
     if path.exists():
-        return ModelFiles(path.resolve().stem if path.is_file() else path.resolve().name, path.resolve())
+        return _on_disk(path.resolve())
     if _looks_like_hub_id(model):
         return ModelFiles(model, _download(model, _HEADER if header_only else _ALL))
     raise ModelError(f"{model}: no such folder or file; built-in models: {', '.join(BUILT_IN)}; hub ids look like owner/name")
+
+
+def _on_disk(path: Path) -> ModelFiles:
+    """Returns the files at `path`, which exists."""
+    if path.is_file() and path.suffix != ".safetensors" and is_gguf(path):
+        files = find_files(path)
+        return ModelFiles(model_name(files), files[0])
+    if holds_gguf(path):
+        return ModelFiles(path.name, find_files(path)[0])
+    return ModelFiles(path.stem if path.is_file() else path.name, path)
 
 
 def installed(model: BuiltIn) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.checkpoint.directory.text_file import read_text
-from placement.checkpoint.gguf.gguf_file import read_header
+from placement.checkpoint.gguf.split import holds_gguf, read_model
 from placement.model.spec import ModelError
 from serve_app.text import gguf_tokenizer
 from serve_app.text.named_templates import DEFAULT, folder_templates, gguf_templates
@@ -42,7 +42,7 @@ def read_text_files(path: Path) -> TextFiles:
     Raises `TokenizerError` if a file cannot be read or its tokenizer is not supported, and `TemplateError` if the template
     cannot be read.
     """
-    return _read_folder(path) if path.is_dir() else _read_gguf(path)
+    return _read_folder(path) if path.is_dir() and not holds_gguf(path) else _read_gguf(path)
 
 
 def _read_folder(folder: Path) -> TextFiles:
@@ -100,7 +100,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _read_gguf(path: Path) -> TextFiles:
     try:
-        fields = read_header(path, long_arrays=True).fields
+        fields = read_model(path, long_arrays=True).fields
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     found = {key.removeprefix(_GGUF_PREFIX): value for key, value in fields.items() if key.startswith(_GGUF_PREFIX)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from placement.checkpoint.gguf.families import ARCHITECTURES, Architecture
 from placement.checkpoint.gguf.gguf_file import TensorInfo
-from placement.checkpoint.gguf.tensors import directory, read_sound_header
+from placement.checkpoint.gguf.tensors import directory, read_sound_model
 from placement.model.spec import ModelSpec
 
 _CHUNK_ELEMENTS = 1 << 18
@@ -28,15 +28,15 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 class GgufSource:
-    """A `TensorSource` over one GGUF file."""
+    """A `TensorSource` over one GGUF file, or over all parts of a split one."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
-        """Read the header and map the file. Raises `ModelError`, which names the file and what is wrong with it."""
-        header = read_sound_header(path)
-        self.directory = directory(path, header, spec)
-        self._infos = header.tensors
-        self._data: NDArray[np.uint8] | None = np.memmap(path, mode="c")[header.data_start :]
-        known = ARCHITECTURES.get(str(header.fields.get("general.architecture")), Architecture())
+        """Read the headers and map the files. Raises `ModelError`, which names the file and what is wrong with it."""
+        model = read_sound_model(path)
+        self.directory = directory(path, model, spec)
+        self._infos = model.tensors
+        self._data: dict[Path, NDArray[np.uint8]] | None = {file: np.memmap(file, mode="c") for file in model.files}
+        known = ARCHITECTURES.get(str(model.fields.get("general.architecture")), Architecture())
         self._head_dim = spec.head_dim if known.permuted else None
         self._norm_offset = spec.norm_offset if known.gemma else 0.0
 
@@ -71,7 +71,7 @@ class GgufSource:
         """
         assert self._data is not None, "the source is closed"
         rows = info.shape[0] if len(info.shape) == 1 else prod(info.shape[1:])
-        return self._data[info.offset : info.offset + info.num_bytes].reshape(rows, -1)
+        return self._data[info.file][info.start : info.start + info.num_bytes].reshape(rows, -1)
 
     def _stored(self, name: str, rows: range) -> slice | NDArray[np.int64]:
         """Return where rows of the Hugging Face tensor are in the file.

@@ -11,7 +11,7 @@ SmolLM2. This reader skips arrays of more than `_LONGEST` entries (those of the 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,11 +58,12 @@ class TensorInfo:
     """One entry of the tensor directory. `shape` is in GGUF order, fastest dimension first: ``[inputs, outputs]`` for a
     matrix."""
 
+    file: Path
     name: str
     shape: tuple[int, ...]
     quantization: GGMLQuantizationType
-    offset: int
-    """Offset in bytes from the start of the tensor data."""
+    start: int
+    """First byte of the tensor's data in `file`."""
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +96,7 @@ def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        reader = _Reader(file, size, long_arrays)
+        reader = _Reader(path, file, size, long_arrays)
         try:
             return reader.header()
         except (EOFError, ValueError, struct.error) as error:
@@ -106,7 +107,8 @@ def read_header(path: Path, long_arrays: bool = False) -> GGUFHeader:
 class _Reader:
     """Sequential reader of a header. `reading` names the part being read, for error texts."""
 
-    def __init__(self, file: BinaryIO, size: int, long_arrays: bool) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size: int, long_arrays: bool) -> None:
+        self._path = path
         self._file = file
         self._size = size
         self._long_arrays = long_arrays
@@ -130,7 +132,8 @@ class _Reader:
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         data_start = -(-self._file.tell() // alignment) * alignment
-        self._all_data_is_there(tensors, data_start)
+        tensors = {name: replace(tensor, start=data_start + tensor.start) for name, tensor in tensors.items()}
+        self._all_data_is_there(tensors)
         return GGUFHeader(fields, tensors, data_start)
 
     def _has_room(self, count: int, least_bytes: int, what: str) -> None:
@@ -139,11 +142,11 @@ class _Reader:
         if count * least_bytes > self._size - self._file.tell():
             raise ValueError(f"it cannot hold the {count} {what} it is said to have")
 
-    def _all_data_is_there(self, tensors: dict[str, TensorInfo], data_start: int) -> None:
+    def _all_data_is_there(self, tensors: dict[str, TensorInfo]) -> None:
         """Raises `EOFError` if the data of a tensor is not complete: the header of an interrupted download is intact."""
         for tensor in tensors.values():
             self.reading = f"the data of tensor {tensor.name}"
-            missing = data_start + tensor.offset + tensor.num_bytes - self._size
+            missing = tensor.start + tensor.num_bytes - self._size
             if missing > 0:
                 raise EOFError(f"it ends {missing} bytes too early")
 
@@ -181,6 +184,7 @@ class _Reader:
         return list(np.frombuffer(self._take(length * struct.calcsize(form)), np.dtype(form)).tolist())
 
     def _tensors(self, count: int) -> dict[str, TensorInfo]:
+        """Returns the tensor directory, with offsets from the start of the tensor data in the place of `TensorInfo.start`."""
         tensors: dict[str, TensorInfo] = {}
         for tensor in (self._tensor() for _ in range(count)):
             if tensor.name in tensors:
@@ -195,7 +199,7 @@ class _Reader:
         if num_dims > _MOST_DIMS:
             raise ValueError(f"{num_dims} dimensions")
         shape = tuple(self._number("<Q") for _ in range(num_dims))
-        return TensorInfo(name, shape, GGMLQuantizationType(self._number("<I")), self._number("<Q"))
+        return TensorInfo(self._path, name, shape, GGMLQuantizationType(self._number("<I")), self._number("<Q"))
 
     def _text(self) -> str:
         length = self._number("<Q")

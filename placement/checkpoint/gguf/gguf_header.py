@@ -17,8 +17,9 @@ from gguf import GGMLQuantizationType
 
 from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.gguf.families import ARCHITECTURES, Architecture
-from placement.checkpoint.gguf.gguf_file import GGUFHeader, TensorInfo, is_gguf, read_header
+from placement.checkpoint.gguf.gguf_file import TensorInfo, is_gguf
 from placement.checkpoint.gguf.rope import read_ropes
+from placement.checkpoint.gguf.split import GGUFModel, read_model
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import DType, ModelError, ModelSpec
 
@@ -32,10 +33,11 @@ _PLAIN: dict[GGMLQuantizationType, DType] = {
 
 
 def read(path: Path) -> ModelSpec:
-    """Returns the specification of the model in the GGUF file `path`, from its header alone. Raises `OSError` if the file
-    cannot be opened, and `ModelError` if it is damaged, if its architecture or RoPE scaling is not supported, or if a field is
-    missing or not valid; the message names the file and the field."""
-    header = read_header(path)
+    """Returns the specification of the model in the GGUF file `path`, or in the split one whose part or folder it is, from the
+    headers alone. Raises `ModelError` if a file is damaged or cannot be read, if a part is missing, if the architecture or RoPE
+    scaling is not supported, or if a field is missing or not valid; the message names the file and the field."""
+    header = read_model(path)
+    path = header.files[0]
     fields = HeaderFields(path, header.fields)
     family = fields.text("general.architecture")
     if family not in ARCHITECTURES:
@@ -43,7 +45,7 @@ def read(path: Path) -> ModelSpec:
     return _spec(path, header, fields, family)
 
 
-def _spec(path: Path, header: GGUFHeader, fields: HeaderFields, family: str) -> ModelSpec:
+def _spec(path: Path, header: GGUFModel, fields: HeaderFields, family: str) -> ModelSpec:
     names = _names(family)
     num_heads, hidden_size = fields.whole(names["num_heads"]), fields.whole(names["hidden_size"])
     num_layers = fields.num_layers(names["num_layers"])
@@ -160,7 +162,7 @@ def _moe(path: Path, fields: HeaderFields, family: str, num_layers: int) -> MoES
     )
 
 
-def _vocab_size(header: GGUFHeader, fields: HeaderFields, family: str) -> int:
+def _vocab_size(header: GGUFModel, fields: HeaderFields, family: str) -> int:
     """Returns the number of rows of the embedding. The fields that name the vocabulary size are optional and may count tokens
     only."""
     embedding = header.tensors.get("token_embd.weight")
@@ -169,7 +171,7 @@ def _vocab_size(header: GGUFHeader, fields: HeaderFields, family: str) -> int:
     return embedding.shape[1]
 
 
-def _dtype(header: GGUFHeader) -> tuple[DType, str | None]:
+def _dtype(header: GGUFModel) -> tuple[DType, str | None]:
     """Returns the type to compute in, and the quantisation of most matrix elements (None if they are not quantised)."""
     elements: Counter[GGMLQuantizationType] = Counter()
     for tensor in filter(_is_matrix, header.tensors.values()):

@@ -17,14 +17,14 @@ from gguf import GGMLQuantizationType
 
 from placement.checkpoint.directory.header_fields import HeaderFields, made
 from placement.checkpoint.gguf.families import ARCHITECTURES
-from placement.checkpoint.gguf.gguf_file import GGUFHeader
+from placement.checkpoint.gguf.split import GGUFModel
 from placement.model.spec import ModelError, RopeSpec
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 
 
 def read_ropes(
-    path: Path, header: GGUFHeader, fields: HeaderFields, family: str, head_dim: int
+    path: Path, header: GGUFModel, fields: HeaderFields, family: str, head_dim: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Returns the RoPE of the full-attention layers, and that of the sliding-window layers if it differs (else None).
 
@@ -48,7 +48,7 @@ def read_ropes(
     return whole, made(RopeSpec, path, {"theta": f"{family}.rope.freq_base_swa"}, theta=local_theta, **common)
 
 
-def _scaling(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
+def _scaling(path: Path, header: GGUFModel, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
     if "rope_freqs.weight" in header.tensors:
         return _llama3(path, header, fields.number(f"{family}.rope.freq_base", 10000.0), rotary_dim)
     if "rope_factors_long.weight" in header.tensors:
@@ -85,7 +85,7 @@ _KINDS: dict[str, Callable[[HeaderFields, str], dict[str, Any]]] = {
 }
 
 
-def _longrope(path: Path, header: GGUFHeader, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
+def _longrope(path: Path, header: GGUFModel, fields: HeaderFields, family: str, rotary_dim: int) -> dict[str, Any]:
     scaling, context = f"{family}.rope.scaling", fields.whole(f"{family}.context_length")
     original = fields.whole(f"{scaling}.original_context_length", context)
     factors = {
@@ -109,7 +109,7 @@ def llama3_divisors(rope: RopeSpec, head_dim: int) -> np.ndarray:
     return divisors
 
 
-def _llama3(path: Path, header: GGUFHeader, theta: float, rotary_dim: int) -> dict[str, Any]:
+def _llama3(path: Path, header: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any]:
     stored = _stored_divisors(path, header, "rope_freqs.weight", rotary_dim)
     given = {"kind": "llama3", "theta": theta, "factor": float(stored[-1]), **_LLAMA3}
     rope = made(RopeSpec, path, {"factor": "rope_freqs.weight"}, **given)
@@ -118,13 +118,13 @@ def _llama3(path: Path, header: GGUFHeader, theta: float, rotary_dim: int) -> di
     return given
 
 
-def _stored_divisors(path: Path, header: GGUFHeader, name: str, rotary_dim: int) -> np.ndarray:
+def _stored_divisors(path: Path, header: GGUFModel, name: str, rotary_dim: int) -> np.ndarray:
     tensor = header.tensors.get(name)
     if tensor is None or tensor.quantization != GGMLQuantizationType.F32 or tensor.shape != (rotary_dim // 2,):
         raise ModelError(f"{path}: the tensor {name} must hold {rotary_dim // 2} numbers of type F32")
-    with path.open("rb") as file:
-        file.seek(header.data_start + tensor.offset)
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
         data = file.read(4 * (rotary_dim // 2))
     if len(data) < 4 * (rotary_dim // 2):
-        raise ModelError(f"{path} is not a whole GGUF file: it ends inside the tensor {name}")
+        raise ModelError(f"{tensor.file} is not a whole GGUF file: it ends inside the tensor {name}")
     return np.frombuffer(data, dtype="<f4").astype(np.float64)

@@ -11,24 +11,27 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from placement.checkpoint.directory.tensor_directory import TensorDirectory, TensorEntry
-from placement.checkpoint.gguf.gguf_file import GGUFHeader, TensorInfo, read_header
+from placement.checkpoint.gguf.gguf_file import GGUFHeader, TensorInfo
 from placement.checkpoint.gguf.names import hugging_face_name
+from placement.checkpoint.gguf.split import GGUFModel, read_model
 from placement.model.spec import ModelError, ModelSpec
 
 
-def read_sound_header(path: Path) -> GGUFHeader:
-    """Returns the header of a GGUF file, after a check that its tensors consist of whole blocks and lie one after the other.
+def read_sound_model(path: Path) -> GGUFModel:
+    """Returns the fields and tensors of a GGUF model, after a check that the tensors of each file consist of whole blocks and
+    lie one after the other.
 
-    A damaged size or type would otherwise read a neighbour's bytes as weights. Raises `ModelError` if the file cannot be read,
-    is damaged, or is one of several parts of a split file.
+    `path` is as for `placement.checkpoint.gguf.split.find_files`. A damaged size or type would otherwise read a neighbour's
+    bytes as weights. Raises `ModelError` if a file cannot be read or is damaged, or if parts of the model are missing.
     """
-    try:
-        header = read_header(path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if header.fields.get("split.count", 0) not in (0, 1):
-        raise ModelError(f"{path}: one of {header.fields['split.count']} parts; join them with llama-gguf-split --merge")
-    alignment, expected = header.fields.get("general.alignment", 32), 0
+    model = read_model(path)
+    for file, header in model.headers.items():
+        _check_data(file, header)
+    return model
+
+
+def _check_data(path: Path, header: GGUFHeader) -> None:
+    alignment, expected = header.fields.get("general.alignment", 32), header.data_start
     for info in header.tensors.values():
         block, _ = gguf.GGML_QUANT_SIZES[info.quantization]
         if prod(info.shape) == 0 or not info.shape or info.shape[0] % block:
@@ -36,26 +39,24 @@ def read_sound_header(path: Path) -> GGUFHeader:
                 f"{path}: damaged GGUF file (tensor {info.name} of shape {list(info.shape[::-1])} "
                 f"is not in whole {info.quantization.name} blocks of {block})"
             )
-        if info.offset != expected:
+        if info.start != expected:
             raise ModelError(
-                f"{path}: damaged GGUF file (the data of tensor {info.name} is said to begin at {info.offset}, "
-                f"but the tensors before it end at {expected})"
+                f"{path}: damaged GGUF file (the data of tensor {info.name} is said to begin at "
+                f"{info.start - header.data_start}, but the tensors before it end at {expected - header.data_start})"
             )
-        expected = -(-(info.offset + info.num_bytes) // alignment) * alignment
-    return header
+        expected = -(-(info.start + info.num_bytes) // alignment) * alignment
 
 
-def directory(path: Path, header: GGUFHeader, spec: ModelSpec) -> TensorDirectory:
-    """Returns the tensors of `header` (the header of the file `path`) by their Hugging Face names in a model of `spec`, with
-    shapes in Hugging Face order. Raises `ModelError` if two tensors have the same Hugging Face name."""
+def directory(path: Path, model: GGUFModel, spec: ModelSpec) -> TensorDirectory:
+    """Returns the tensors of `model` by their Hugging Face names in a model of `spec`, with shapes in Hugging Face order.
+    `path` is the model's location. Raises `ModelError` if two tensors have the same Hugging Face name."""
     tensors: dict[str, TensorEntry] = {}
-    for info in header.tensors.values():
+    for info in model.tensors.values():
         name = hugging_face_name(info.name, spec)
         if name in tensors:
             raise ModelError(f"{path}: tensors {tensors[name].stored_name} and {info.name} are both {name}")
-        begin = header.data_start + info.offset
-        data = range(begin, begin + info.num_bytes)
-        tensors[name] = TensorEntry(path, info.name, info.shape[::-1], info.quantization.name, data, _unreadable(info))
+        data = range(info.start, info.start + info.num_bytes)
+        tensors[name] = TensorEntry(info.file, info.name, info.shape[::-1], info.quantization.name, data, _unreadable(info))
     return TensorDirectory(path, tensors)
 
 

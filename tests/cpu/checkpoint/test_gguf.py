@@ -6,16 +6,17 @@ import struct
 from importlib.util import find_spec
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 
 from actors.model.checkpoint import gguf_source
+from placement.checkpoint.header import read
 from placement.checkpoint.hf import config_json
 from placement.layout.layout import Layout
 from placement.model.spec import ModelError, ModelSpec
 from tests.support.models.checkpoint_checks import LAYOUTS, llama_spec, load_all, load_rank, random_model, stored
 from tests.support.models.gguf_files import write_gguf
+from tests.support.models.gguf_split import write_split
 
 torch.set_num_threads(1)
 
@@ -138,15 +139,19 @@ def test_a_row_that_is_not_in_whole_blocks_is_refused(llama, tmp_path):
         load_rank(path, SPEC, Layout(), 0)
 
 
-def test_one_part_of_a_split_file_says_how_to_join_it(tmp_path):
-    path = tmp_path / "llama-00001-of-00002.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"one of 2 parts; join them with llama-gguf-split --merge"):
-        load_rank(path, SPEC, Layout(), 0)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=3), Layout(pp=2)], ids=str)
+def test_a_split_file_loads_like_a_whole_one(tmp_path, layout):
+    [whole] = write_split(tmp_path / "whole.gguf")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    parts = write_split(folder / "part.gguf", 5)
+    assert len(parts) == 5
+    spec = read(whole)
+    expected = load_all(whole, spec, layout)
+    for path in (parts[0], parts[3], folder):
+        found = load_all(path, spec, layout)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 @pytest.mark.long
