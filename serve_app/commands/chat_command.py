@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -71,7 +71,7 @@ def _pieces(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             raise RuntimeError(_error_text(response.read()))
-        for line in response.iter_lines():
+        for line in _lines(response.iter_bytes()):
             data = line.removeprefix("data: ")
             if not line.startswith("data: ") or data == "[DONE]":
                 continue
@@ -80,6 +80,16 @@ def _pieces(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
                 raise RuntimeError(event["error"]["message"])
             for choice in event.get("choices", []):
                 yield choice["delta"].get("content") or ""
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    """Yields the lines of an event stream. Only newlines end them: httpx also breaks at characters such as U+2028, which may be
+    a part of the text."""
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line.removesuffix(b"\r").decode()
 
 
 def _error_text(body: bytes) -> str:

@@ -16,7 +16,7 @@ from serve_app.openai.request.errors import ApiError
 from serve_app.openai.request.keys import key_check
 from serve_app.openai.request.request_id import RequestId
 from serve_app.openai.request.settings import ApiSettings
-from serve_app.openai.response.answer import json_response
+from serve_app.openai.response.encoding import json_response
 from serve_app.openai.response.metrics import Metrics
 from serve_app.openai.routes_generate import add_generation
 from serve_app.openai.routes_model import add_models, add_tokens

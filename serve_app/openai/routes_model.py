@@ -14,7 +14,7 @@ from serve_app.openai.request.errors import unknown_model
 from serve_app.openai.request.prompts import chat_prompt, check_ids, text_prompt, tokenizer_of
 from serve_app.openai.request.schema import DetokenizeFields, TokenizeChatFields, TokenizeFields
 from serve_app.openai.request.settings import ApiSettings
-from serve_app.openai.response.answer import json_response
+from serve_app.openai.response.encoding import json_response
 from serve_app.openai.routes_generate import check_model
 
 

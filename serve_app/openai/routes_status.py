@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from serve_app.openai.response.answer import json_response
+from serve_app.openai.response.encoding import json_response
 from serve_app.openai.response.metrics import Metrics, exposition
 from serve_app.routing.backend import Backend, Health
 

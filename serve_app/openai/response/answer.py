@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from serve_app.openai.request.errors import ApiError, from_refusal
 from serve_app.openai.request.settings import ApiSettings
 from serve_app.openai.response.delta import Delta, join
 from serve_app.openai.response.disconnect import EventStream, while_connected
+from serve_app.openai.response.encoding import json_response, sse
 from serve_app.openai.response.follow import follow, merge, started
 from serve_app.openai.response.metrics import CLIENT_GONE, Observation
 from serve_app.openai.response.response_builder import Job
@@ -117,8 +117,9 @@ class Answering:
         return chunk | {"usage": usage.body() if self.job.continuous_usage else None}
 
     def _count(self, usage: Usage, delta: Delta) -> None:
+        before = usage.cached_tokens
         usage.add(delta)
-        self.observation.delta(delta)
+        self.observation.delta(delta, usage.cached_tokens - before)
 
 
 def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
@@ -130,23 +131,6 @@ def as_api_error(failure: Exception, settings: ApiSettings) -> ApiError:
         return from_refusal(failure, settings.retry_after_s)
     _log.error("a request failed", exc_info=failure)
     return ApiError(500, "The server failed to answer; its log says why.", code="internal_error")
-
-
-def sse(value: dict[str, Any]) -> bytes:
-    """Returns one server-sent event (``data: ...`` and an empty line) with `value` as JSON. Raises `ValueError` for NaN or
-    infinity."""
-    return b"data: " + dumps(value) + b"\n\n"
-
-
-def dumps(value: Any) -> bytes:
-    """Returns `value` as strict, compact JSON in UTF-8. Raises `ValueError` for NaN or infinity, and `TypeError` for a value
-    that JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Returns an HTTP response with `value` as its JSON body. Raises `ValueError` for NaN or infinity."""
-    return Response(dumps(value), status, headers, media_type="application/json")
 
 
 async def _chain(held: list[Delta], deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:

@@ -30,7 +30,7 @@ class Metrics:
         self.running = Gauge("shardwright_requests_running", "Requests being answered", by_endpoint, registry=registry)
         self.prompt_tokens = Counter("shardwright_prompt_tokens", "Prompt tokens", registry=registry)
         self.cached_tokens = Counter(
-            "shardwright_cached_prompt_tokens", "Prompt tokens found in the prefix cache", registry=registry
+            "shardwright_cached_prompt_tokens", "Prompt tokens found in the prefix cache, as told in usage", registry=registry
         )
         self.generated_tokens = Counter("shardwright_generated_tokens", "Generated tokens", registry=registry)
         self.first_token = self._histogram("time_to_first_token", "Arrival to first token of a choice")
@@ -56,7 +56,6 @@ class Observation:
         self._endpoint = endpoint
         self._began = time.monotonic()
         self._latest: dict[int, float] = {}
-        self._cached: dict[int, int] = {}
         self._open = True
         metrics.running.labels(endpoint).inc()
 
@@ -64,14 +63,14 @@ class Observation:
         """Count the tokens of the job's prompts, each prompt once. To be called once, when the backend has accepted the job."""
         self._metrics.prompt_tokens.inc(sum(len(choice.prompt.ids) for choice in job.choices if choice.first))
 
-    def delta(self, delta: Delta) -> None:
+    def delta(self, delta: Delta, newly_cached: int = 0) -> None:
         """Count the tokens of a delta that arrives now, and observe the time to the first token (TTFT) or the time per output
-        token (TPOT), in seconds; count the choice if the delta finishes it."""
+        token (TPOT), in seconds; count the choice if the delta finishes it.
+
+        `newly_cached` is the number of tokens by which the delta raises the cached tokens of the answer's `Usage`.
+        """
         metrics, now = self._metrics, time.monotonic()
-        more = delta.cached_tokens - self._cached.get(delta.index, 0)
-        if more > 0:
-            metrics.cached_tokens.inc(more)
-            self._cached[delta.index] = delta.cached_tokens
+        metrics.cached_tokens.inc(newly_cached)
         if delta.generated:
             metrics.generated_tokens.inc(delta.generated)
             since = self._latest.get(delta.index)

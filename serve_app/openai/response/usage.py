@@ -18,6 +18,11 @@ class Usage:
         self.prompt_tokens = sum(len(choice.prompt.ids) for choice in choices if choice.first)
         self.completion_tokens = 0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache so far, by the first choice of each prompt."""
+        return sum(self._cached.values())
+
     def add(self, delta: Delta) -> None:
         """Count the generated tokens of a delta, and the prompt tokens that were found in the prefix cache."""
         self.completion_tokens += delta.generated
@@ -30,5 +35,5 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }

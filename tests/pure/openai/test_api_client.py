@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from serve_app.openai.api import ApiSettings
 from serve_app.routing.backend import BackendRefused
+from tests.support.http_server import DEADLINE_S, Server
 
-DEADLINE_S = 10
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-class Server(uvicorn.Server):
-    """Says when it listens, and on which port the kernel put it."""
-
-    def __init__(self, app):
-        super().__init__(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
-        self.listening = threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-
-    async def startup(self, sockets=None):
-        await super().startup(sockets)
-        self.listening.set()
-
-    def __enter__(self):
-        self._thread = threading.Thread(target=self.run, args=([self._socket],))
-        self._thread.start()
-        assert self.listening.wait(DEADLINE_S)
-        return self
-
-    def __exit__(self, *_):
-        self.should_exit = True
-        self._thread.join(DEADLINE_S)
-        self._socket.close()
 
 
 @pytest.fixture

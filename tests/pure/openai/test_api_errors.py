@@ -260,7 +260,7 @@ async def test_metrics_add_up(endpoint):
         'shardwright_choices_total{endpoint="completions",finish_reason="stop"} 4.0',
         'shardwright_requests_running{endpoint="completions"} 0.0',
         "shardwright_prompt_tokens_total 6.0",
-        "shardwright_cached_prompt_tokens_total 8.0",
+        "shardwright_cached_prompt_tokens_total 4.0",
         "shardwright_generated_tokens_total 16.0",
         'shardwright_time_to_first_token_seconds_count{endpoint="completions"} 4.0',
         'shardwright_time_per_output_token_seconds_count{endpoint="completions"} 12.0',
@@ -268,6 +268,28 @@ async def test_metrics_add_up(endpoint):
         'shardwright_engine_waiting{replica="r0"} 3.0',
     ):
         assert line in text
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_metric_of_cached_tokens_is_the_sum_of_what_usage_told(endpoint, stream, late):
+    """Whatever the choices find: each in turn, all in one event, or after an event that did not know yet."""
+
+    def script(request):
+        cached = [0, 9, 4, 3, 5, 0][int(request.request_id.rsplit("-", 1)[1])]
+        event = TokenEvent(request_id="", tokens=[65], cached_tokens=cached)
+        return [*([TokenEvent(request_id="")] if late else []), event, event, event.model_copy(update={"finish": "length"})]
+
+    api, told = endpoint(script), 0
+    for prompts, n in ((["x"], 1), (["x"], 3), (["x", "y"], 3), (["x", "y", "z"], 2)):
+        body = {"prompt": prompts, "n": n, "max_tokens": 3}
+        if stream:
+            usage = (await api.stream(COMPLETIONS, body | {"stream_options": {"include_usage": True}})).chunks[-1]["usage"]
+        else:
+            usage = (await api.post(COMPLETIONS, body)).json()["usage"]
+        told += usage["prompt_tokens_details"]["cached_tokens"]
+    assert told == (0) + (0) + (0 + 3) + (0 + 4 + 5)  # by request, what the first choice of each prompt found
+    assert f"shardwright_cached_prompt_tokens_total {told}.0" in (await api.client.get("/metrics")).text
 
 
 async def test_one_process_may_hold_several_applications(endpoint):
