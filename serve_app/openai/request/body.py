@@ -1,20 +1,25 @@
-"""A request's body as a Python object: strict JSON, bounded in size."""
+"""A request's body as a Python object: strict JSON, decompressed, bounded in size."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from serve_app.openai.request import content
 from serve_app.openai.request.errors import ApiError
+
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Returns the JSON object in the body of `request`. Fields that are null are left out.
 
-    Raises `ApiError` (400) if the body is larger than `max_bytes`, or is not a strict JSON object (see `parse`).
+    Raises `ApiError`: 415 if it is not sent as JSON, or is compressed in an unknown way (see `content.decoder`); 400 if the
+    body is larger than `max_bytes`, compressed or decompressed, or is not a strict JSON object (see `parse`).
     """
     value = parse(await _read(request, max_bytes))
     if not isinstance(value, dict):
@@ -33,6 +38,8 @@ def parse(data: bytes) -> Any:
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
+        if data.startswith(_GZIP_MAGIC):
+            raise _bad("The body is compressed: send the header Content-Encoding: gzip with it.") from None
         raise _bad(f"The body is not UTF-8: byte {error.start} is wrong.") from None
     except UnicodeEncodeError:
         raise _bad("The body has a text with half a surrogate pair (\\ud800 to \\udfff), which is no character.") from None
@@ -45,13 +52,20 @@ def parse(data: bytes) -> Any:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Read the body. Raises `ApiError` as soon as it is too large."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
+    """Read and decompress the body. Raises `ApiError` as soon as it is too large, so that never more than the limit is held."""
+    decoder = content.decoder(request.headers)
+    parts, size, received = [], 0, 0
+    async for data in request.stream():
+        received += len(data)
+        if received > max_bytes:
             raise _bad(f"The body is larger than {max_bytes} bytes.")
-        parts.append(part)
+        for part in decoder.pieces(data):
+            size += len(part)
+            if size > max_bytes:
+                raise _bad(f"The body is larger than {max_bytes} bytes when it is decompressed.")
+            parts.append(part)
+            await asyncio.sleep(0)  # a small part may become a large one, and other requests are to be served meanwhile
+    decoder.finish()
     return b"".join(parts)
 
 

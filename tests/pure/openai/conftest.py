@@ -195,7 +195,10 @@ class Endpoint:
     client: httpx.AsyncClient
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        options = {"json": body, **options} if "content" not in options else options
+        if "content" in options:
+            options["headers"] = {"content-type": "application/json", **options.get("headers", {})}
+        else:
+            options = {"json": body, **options}
         return await self.client.post(path, **options)
 
     async def stream(self, path: str, body: dict[str, Any]) -> Answer:

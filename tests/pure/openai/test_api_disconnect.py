@@ -10,7 +10,10 @@ import pytest
 DEADLINE_S = 10
 
 
-async def call(app, body, headers=(), gone: asyncio.Event | None = None, spec="2.4"):
+JSON = [(b"content-type", b"application/json")]
+
+
+async def call(app, body, headers=JSON, gone: asyncio.Event | None = None, spec="2.4"):
     """Drive the application as a server does. `gone`: when set, the client has left. Returns the messages sent."""
     sent, first = [], asyncio.Event()
     given = False
@@ -103,7 +106,7 @@ async def test_a_client_that_leaves_while_sending_its_request(endpoint):
     sent = []
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "method": "POST", "path": "/v1/completions", "root_path": "",
-        "scheme": "http", "query_string": b"", "headers": [], "http_version": "1.1",
+        "scheme": "http", "query_string": b"", "headers": JSON, "http_version": "1.1",
     }  # fmt: skip
     parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
 
