@@ -70,7 +70,12 @@ class Ingress:
             known = settings or settings_in_cluster(args).engine
             self._model = served_model(args, known)
         # Serve's proxy already puts the request id, the caller's or its own, on the answer.
-        self._settings = ApiSettings(api_keys=read_api_keys(args), request_id_on_answers=False)
+        self._settings = ApiSettings(
+            api_keys=read_api_keys(args),
+            allow_origins=args.allow_origins,
+            sse_ping_s=args.sse_ping_s,
+            request_id_on_answers=False,
+        )
         wait_s = args.replica_wait_s
         self._pooled = PooledBackend(pools, wait_s, args.require_prefill) if known.in_pool else None
         self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s)

@@ -10,11 +10,12 @@ Each setting is one field. Its type, default and help text are written once, and
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.replica.options import ReplicaOptions
 from placement.checkpoint.directory.text_file import read_text
@@ -26,6 +27,21 @@ log = logging.getLogger("shardwright.settings")
 
 RENAMED = {"entrance": "ingress_node"}
 """Former names of settings, which are accepted for one version."""
+
+
+def _as_browsers_write_it(origin: str) -> str:
+    """Returns `origin` in lower case. Raises `ValueError` if it is none, or is written in a way that no browser sends."""
+    found = _ORIGIN.fullmatch(origin.strip().lower())
+    if found is None:
+        raise ValueError("an origin is a scheme, a host and perhaps a port, without a path, as in http://localhost:3000, or *")
+    if found["port"] is not None and int(found["port"]) == _DEFAULT_PORTS.get(found["scheme"]):
+        raise ValueError(f"browsers leave out :{found['port']}, the port that {found['scheme']} has anyway: leave it out")
+    return found[0]
+
+
+_ORIGIN = re.compile(r"\*|null|(?P<scheme>[a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:.]+\]|[^\s/?#@:,*\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+WebOrigin = Annotated[str, AfterValidator(_as_browsers_write_it)]
 
 
 class ServeArgs(ReplicaOptions):
@@ -61,6 +77,12 @@ class ServeArgs(ReplicaOptions):
     """Bearer key that clients must send; may be given several times."""
     api_keys_file: str | None = None
     """File with further keys, one per line, on the node of the HTTP process; a missing file counts as empty."""
+
+    allow_origins: tuple[WebOrigin, ...] = ()
+    """Origin of web pages that may use the endpoint (CORS), such as http://localhost:3000, or * for all; may be given several
+    times."""
+    sse_ping_s: Annotated[float, Field(ge=0)] = 15.0
+    """Seconds of silence after which a stream gets a comment line, so that nobody takes the connection for dead; 0: never."""
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.deployment.served_model import ServedModel
+from serve_app.openai.cors import add_cors
 from serve_app.openai.request.errors import ApiError
 from serve_app.openai.request.keys import key_check
 from serve_app.openai.request.request_id import RequestId
@@ -31,6 +32,8 @@ def create_api(model: ServedModel, backend: Backend, settings: ApiSettings | Non
     `settings`: limits and keys; None: the defaults. Its only state is its metrics."""
     settings, metrics = settings or ApiSettings(), Metrics()
     app = FastAPI(title="Shardwright", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    if settings.allow_origins:
+        add_cors(app, settings.allow_origins)
     app.add_middleware(RequestId, on_answers=settings.request_id_on_answers)
     app.add_exception_handler(ApiError, _error_response)
     app.add_exception_handler(HTTPException, _error_response)

@@ -21,6 +21,9 @@ from serve_app.openai.request.timeout import hide_timeout
 
 SETTING = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.openai.proxy.in_front"}
 
+_ALLOWED = "access-control-allow-origin"
+_MOST_ORIGINS = 1000
+
 _LOST = ApiError(503, "The server lost the process that was answering; ask again.", code="ingress_lost")
 
 
@@ -36,26 +39,46 @@ class Front:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._readers = AllowedReaders()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = choose(Headers(scope=scope).get(HEADER))
+        request_id, origin = choose(Headers(scope=scope).get(HEADER)), Headers(scope=scope).get("origin")
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
         headers[HEADER] = request_id  # Serve copies the request's id to the answer
         hide_timeout(headers)
-        answer = _Answer(send, request_id)
+        answer = _Answer(send, request_id, origin, self._readers)
         await self._app(scope, receive, answer.send)
         await answer.complete()
+
+
+class AllowedReaders:
+    """The origins whose web pages the ingress lets read its answers (CORS), as seen in these answers: this process does not
+    know the setting, and its own errors are to be readable too."""
+
+    def __init__(self) -> None:
+        self._headers: dict[str, dict[str, str]] = {}
+
+    def learn(self, origin: str, answer: Headers) -> None:
+        """Remember from an answer of the ingress whether pages of `origin` may read it."""
+        self._headers.pop(origin, None)
+        if _ALLOWED in answer and len(self._headers) < _MOST_ORIGINS:
+            self._headers[origin] = {_ALLOWED: answer[_ALLOWED], "vary": "Origin"}
+
+    def headers(self, origin: str | None) -> dict[str, str]:
+        """Returns the headers with which pages of `origin` (None: no web page asks) may read an error, or none."""
+        return {} if origin is None else self._headers.get(origin, {})
 
 
 class _Answer:
     """One answer on its way to the client."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, origin: str | None, readers: AllowedReaders) -> None:
         self._send, self._request_id = send, request_id
+        self._origin, self._readers = origin, readers
         self._start: Message | None = None
         self._plain: list[bytes] | None = None
         """Text of a plain-text error, which is replaced by JSON."""
@@ -69,6 +92,8 @@ class _Answer:
             if message["status"] >= 400 and self._type().startswith("text/plain"):
                 self._plain = []
                 return
+            if self._origin is not None:
+                self._readers.learn(self._origin, Headers(raw=message["headers"]))
         elif message["type"] == "http.response.body":
             self._done = not message.get("more_body", False)
             if self._plain is not None:
@@ -98,7 +123,7 @@ class _Answer:
             "content-type": "application/json",
             "content-length": str(len(body)),
             HEADER: self._request_id,
-        }
+        } | self._readers.headers(self._origin)
         if error.status == 503:
             headers["retry-after"] = "1"
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

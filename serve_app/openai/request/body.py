@@ -18,7 +18,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Returns the JSON object in the body of `request`. Fields that are null are left out.
 
-    Raises `ApiError`: 415 if it is not sent as JSON, or is compressed in an unknown way (see `content.decoder`); 400 if the
+    Raises `ApiError`: 415 if it is not sent as JSON, or is compressed in an unknown way (see `content.decompressor`); 400 if the
     body is larger than `max_bytes`, compressed or decompressed, or is not a strict JSON object (see `parse`).
     """
     value = parse(await _read(request, max_bytes))
@@ -53,19 +53,19 @@ def parse(data: bytes) -> Any:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     """Read and decompress the body. Raises `ApiError` as soon as it is too large, so that never more than the limit is held."""
-    decoder = content.decoder(request.headers)
+    decompressor = content.decompressor(request.headers)
     parts, size, received = [], 0, 0
     async for data in request.stream():
         received += len(data)
         if received > max_bytes:
             raise _bad(f"The body is larger than {max_bytes} bytes.")
-        for part in decoder.pieces(data):
+        for part in decompressor.pieces(data):
             size += len(part)
             if size > max_bytes:
                 raise _bad(f"The body is larger than {max_bytes} bytes when it is decompressed.")
             parts.append(part)
             await asyncio.sleep(0)  # a small part may become a large one, and other requests are to be served meanwhile
-    decoder.finish()
+    decompressor.finish()
     return b"".join(parts)
 
 

@@ -18,7 +18,7 @@ _PIECE = 1 << 20
 """Bytes that are decompressed at a time at most."""
 
 
-class Decoder(Protocol):
+class Decompressor(Protocol):
     """Undoes the compression of one body, part by part."""
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
@@ -29,8 +29,8 @@ class Decoder(Protocol):
         """Check that the body was complete. Raises `ApiError` (400) if it was cut short."""
 
 
-def decoder(headers: Headers) -> Decoder:
-    """Returns the decoder for a body with these `headers` of its request.
+def decompressor(headers: Headers) -> Decompressor:
+    """Returns the decompressor for a body with these `headers` of its request.
 
     Raises `ApiError` (415) if the media type is not JSON in UTF-8, or if the body is compressed in another way than those of
     `_CODINGS`. A missing media type is not accepted either: a web page can send such a request, like one of ``text/plain``, to
@@ -68,11 +68,11 @@ class _Plain:
     """A body that is not compressed."""
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """See `Decoder.pieces`. Yields `data` itself."""
+        """See `Decompressor.pieces`. Yields `data` itself."""
         yield data
 
     def finish(self) -> None:
-        """See `Decoder.finish`. Such a body tells its own end."""
+        """See `Decompressor.finish`. Such a body tells its own end."""
 
 
 class _Compressed:
@@ -83,7 +83,7 @@ class _Compressed:
         self._inner = zlib.decompressobj(self._wbits)
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """See `Decoder.pieces`."""
+        """See `Decompressor.pieces`."""
         is_full = False
         while data or is_full:
             if self._inner.eof:
@@ -98,7 +98,7 @@ class _Compressed:
                 yield piece
 
     def finish(self) -> None:
-        """See `Decoder.finish`."""
+        """See `Decompressor.finish`."""
         if not self._inner.eof:
             raise self._wrong(f"is cut short: its {self._coding} data has no end")
 

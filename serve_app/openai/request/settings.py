@@ -11,6 +11,10 @@ class ApiSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_keys: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the endpoint (CORS); ``*`` for all. None by default."""
+    sse_ping_s: float = 15.0
+    """Seconds of silence after which a stream gets a comment line; 0: never."""
     max_body_bytes: int = 32 * 2**20
     max_choices: int = 256
     """Maximum number of prompts times ``n`` in one request."""

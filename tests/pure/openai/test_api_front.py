@@ -93,6 +93,38 @@ async def test_serve_is_not_told_the_time_limit() -> None:
     assert timeout_of(seen[0]) == 2.5
 
 
+async def test_its_own_errors_may_be_read_by_the_pages_that_may_read_the_answers() -> None:
+    """It does not know the setting: it knows what the ingress last answered to a page."""
+    told: dict[str, str] = {"http://a": "http://a", "http://b": "*"}
+    is_lost = False
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = told.get(Headers(scope=scope).get("origin", ""))
+        more = {} if allowed is None else {"access-control-allow-origin": allowed}
+        if not is_lost:
+            await inner(starts(200, "application/json", **more), {"type": "http.response.body"})(scope, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Front(app)), base_url="http://x") as client:
+
+        async def readers() -> list[str | None]:
+            origins: list[dict[str, str]] = [{"origin": f"http://{each}"} for each in "abc"]
+            answers = [await client.get("/", headers=headers) for headers in [*origins, {}]]
+            assert all(answer.status_code == (503 if is_lost else 200) for answer in answers)
+            return [answer.headers.get("access-control-allow-origin") for answer in answers]
+
+        is_lost = True
+        assert await readers() == [None] * 4
+        is_lost = False
+        assert await readers() == ["http://a", "*", None, None]
+        is_lost = True
+        assert await readers() == ["http://a", "*", None, None]
+        is_lost = False
+        del told["http://a"]
+        await readers()
+        is_lost = True
+        assert await readers() == [None, "*", None, None]
+
+
 def test_an_unknown_argument_is_told_in_one_sentence() -> None:
     with pytest.raises(ArgumentError) as found:
         parse_args({"bogus": "1", "model": "x", "step_timeout_s": "-1"})
