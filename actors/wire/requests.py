@@ -99,7 +99,7 @@ class TokenEvent(Message):
     @property
     def is_empty(self) -> bool:
         """Whether this event has no tokens, finish reason, prompt logprobs or ticket, and so only confirms that a replica has
-        the request (a heartbeat)."""
+        admitted the request (or, to a decode engine, that it still works on it: a heartbeat)."""
         return not (self.tokens or self.finish or self.prompt_logprobs or self.ticket)
 
 

@@ -79,7 +79,7 @@ class Replica:
         is_fallback: bool = False,
     ) -> bytes | None:
         """Run one request: `packed` is a packed `GenerateRequest`. Its events are sent over ZeroMQ to `reply_to`, a packed
-        `ReplyTo`; the first one, which is empty, at once.
+        `ReplyTo`; the first one, which is empty, as soon as the engine has admitted the request.
 
         Returns None when the last event is sent, or when the ingress is gone, in which case the engine drops the request. A
         refused request sends no further events; the refusal is returned as a packed `TokenEvent`. Cancelling the call cancels
@@ -111,8 +111,11 @@ class Replica:
         await self._reach(to)
         here = self._listening().pack() if request.reserves else b""
 
+        has_sent = False
+
         def deliver(event: TokenEvent) -> None:
-            over = True
+            nonlocal has_sent
+            over = has_sent = True
             if event.ticket is not None:
                 event = event.model_copy(update={"ticket": event.ticket.model_copy(update={"reply_to": here})})
             try:
@@ -124,13 +127,14 @@ class Replica:
                 if over:
                     loop.call_soon_threadsafe(ended.set)
 
-        deliver(TokenEvent(request_id=request.request_id))
-        self._tokens.flush()
         try:
             self.engine.submit(request, deliver)
         except RequestRefused as refusal:
             return self._refused(request, refusal).pack()
         try:
+            if not has_sent:  # else the engine was faster, and its event says that the request is admitted
+                deliver(TokenEvent(request_id=request.request_id))
+                self._tokens.flush()
             await ended.wait()
         finally:
             if not ended.is_set():

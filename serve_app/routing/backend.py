@@ -44,9 +44,10 @@ class Backend(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yields the events of one request. The last one carries `finish`, after which the generator ends by itself.
 
-        An event without tokens may be sent as soon as the request is admitted: a streamed answer starts (status and headers)
-        once every choice has had its first event. Closing the generator before its end cancels the request; a request that has
-        finished is never closed early. Raises `BackendRefused` before the first event if the request is not accepted.
+        The first event, which normally has no tokens, comes as soon as the request is admitted, while it may still wait in the
+        queue: a streamed answer starts (status and headers) once every choice has had its first event. Closing the generator
+        before its end cancels the request; a request that has finished is never closed early. Raises `BackendRefused` before
+        the first event if the request is not accepted.
         """
 
     async def health(self) -> Health:

@@ -1,7 +1,7 @@
 """The endpoint's backend over Ray Serve: one handle call per request, with its events over ZeroMQ.
 
     ingress ──handle call: request, reply address──→ replica          (returns when the request has ended)
-            ←───────────── events, over ZeroMQ ─────                  (the first, empty, as soon as it has the call)
+            ←───────────── events, over ZeroMQ ─────                  (the first, empty, as soon as its engine has admitted it)
 
 Ray Serve chooses the replica, reports its loss, and carries a cancellation; tokens do not pass through it. With several pools
 the ingress chooses the replica, which may answer with a KV transfer ticket first (`pooled_backend.py`).
@@ -103,7 +103,7 @@ class HandleBackend:
         handoff: asyncio.Task[None] | None = None
         finished = False
         try:
-            event = await self._taken(request, events)
+            event: TokenEvent | None = await self._taken(request, events)
             while not finished:
                 event = _joined(event or await events.get(), events)
                 finished = event.finish is not None
@@ -122,8 +122,9 @@ class HandleBackend:
             if not finished:
                 call.cancel()
 
-    async def _taken(self, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> TokenEvent | None:
-        """Wait until a replica has the request. Returns None, or an event if the request has already ended or produced tokens.
+    async def _taken(self, request: GenerateRequest, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
+        """Wait until an engine has admitted or refused the request. Returns the first event, which is empty unless the request
+        was refused, or has already ended or produced tokens.
 
         Serve itself would wait without a limit while no replica runs. Raises `BackendRefused` after `wait_s`.
         """
@@ -131,12 +132,11 @@ class HandleBackend:
         try:
             # Not `wait_for`: before Python 3.12 it drops a cancellation that arrives together with the result.
             async with asyncio.timeout(min(self._wait_s, own_s)):
-                first = await events.get()
+                return await events.get()
         except TimeoutError:
             if own_s <= self._wait_s:
                 return TokenEvent(request_id=request.request_id, finish="deadline")
             raise BackendRefused("engine_down", f"no engine replica could take the request for {self._wait_s:g} s") from None
-        return None if first.is_empty else first
 
     def _listening(self) -> TokenReceiver:
         """Returns the receiver of this process, on the event loop that serves it. It is created on first use."""
@@ -208,13 +208,14 @@ def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
     parts = [first]
     while parts[-1].finish is None and not events.empty():
         parts.append(events.get_nowait())
+    parts = [part for part in parts if not part.is_empty] or parts[:1]
     if len(parts) == 1:
-        return first
+        return parts[0]
     joined = {
         "tokens": [token for part in parts for token in part.tokens],
         "logprobs": [entry for part in parts for entry in part.logprobs],
         "prompt_logprobs": next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
-        "cached_tokens": first.cached_tokens,
+        "cached_tokens": max(part.cached_tokens for part in parts),
     }
     return parts[-1].model_copy(update=joined)
 

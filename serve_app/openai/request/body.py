@@ -18,8 +18,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Returns the JSON object in the body of `request`. Fields that are null are left out.
 
-    Raises `ApiError`: 415 if it is not sent as JSON, or is compressed in an unknown way (see `content.decompressor`); 400 if the
-    body is larger than `max_bytes`, compressed or decompressed, or is not a strict JSON object (see `parse`).
+    Raises `ApiError`: 415 if it is not sent as JSON, or is compressed in an unknown way (see `content.decompressor`); 400 if
+    the body is larger than `max_bytes`, compressed or decompressed, or is not a strict JSON object (see `parse`).
     """
     value = parse(await _read(request, max_bytes))
     if not isinstance(value, dict):

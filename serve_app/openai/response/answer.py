@@ -37,7 +37,7 @@ class Answering:
     observation: Observation
 
     async def answer(self, receive: Receive) -> Response:
-        """Run the job and return the response: whole at its end, or a stream after the first event of every choice. `receive`
+        """Run the job and return the response: whole at its end, or a stream as soon as every choice is admitted. `receive`
         is the request's ASGI channel, from which a disconnected client is noticed.
 
         Before the first byte is sent, raises `ApiError` if the engine fails or the time limit passes, `BackendRefused` if the
@@ -50,7 +50,7 @@ class Answering:
             self.observation.close(200)
             return json_response(body)
         held = await while_connected(receive, self._started(deltas))
-        return EventStream(self._events(held, deltas))
+        return EventStream(self._events(held, deltas), self.settings.sse_ping_s)
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
         writing = self.job.writing
@@ -101,12 +101,14 @@ class Answering:
 
     async def _chunks(self, held: list[Delta], deltas: AsyncIterator[Delta]) -> AsyncIterator[dict[str, Any]]:
         job, usage = self.job, Usage(self.job.choices)
-        for choice in job.choices:
-            for chunk in job.response_builder.opening(choice):
-                yield self._with_usage(chunk, usage)
+        # Not before there is something to tell: clients take the time of the first chunk for that of the first token.
+        openings = [chunk for choice in job.choices for chunk in job.response_builder.opening(choice)]
         async for delta in _chain(held, deltas):
             self._count(usage, delta)
             if delta.text or delta.finish or (job.response_builder.shows_tokens and delta.entries) or delta.prompt_logprobs:
+                for chunk in openings:
+                    yield self._with_usage(chunk, usage)
+                openings = []
                 yield self._with_usage(job.response_builder.chunk(delta), usage)
         if job.include_usage:
             yield job.response_builder.last() | {"usage": usage.body()}
