@@ -6,10 +6,15 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
+from actors.engine.link.token_stream import ReplyTo, TokenSender
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from serve_app.routing.handle_backend import HandleBackend
+from serve_app.routing.backend import BackendRefused
+from serve_app.routing.handle_backend import HandleBackend, _joined
+from tests.support.handles import Handle
 
 REQUEST = GenerateRequest(request_id="r", prompt=[1], max_tokens=4, sampling=SamplingParams())
 
@@ -40,6 +45,72 @@ async def test_a_request_nobody_takes_is_refused_in_time() -> None:
     backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=0.05)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"no engine replica could take the request for 0\.05 s"):
         await backend._taken(REQUEST, asyncio.Queue())
+
+
+class _Engine:
+    """A replica that admits or refuses a request, and sends what it is told."""
+
+    def __init__(self) -> None:
+        self.sender, self.admits, self.to = TokenSender(), asyncio.Event(), asyncio.Queue[ReplyTo]()
+        self.refusal: TokenEvent | None = None
+        self.ends = asyncio.Event()
+
+    async def answer(self, request: GenerateRequest, to: ReplyTo, _: str) -> bytes | None:
+        await self.admits.wait()
+        if self.refusal is not None:
+            return self.refusal.pack()
+        while not self.sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for
+            await asyncio.sleep(0.001)
+        self.to.put_nowait(to)
+        self.send(to, TokenEvent(request_id="r"))
+        await self.ends.wait()
+        return None
+
+    def send(self, to: ReplyTo, *events: TokenEvent) -> None:
+        for event in events:
+            self.sender.send(to, event)
+        self.sender.flush()
+
+
+async def test_the_first_event_says_that_the_request_is_admitted() -> None:
+    engine = _Engine()
+    backend = HandleBackend(Handle(engine.answer), wait_s=5.0)  # type: ignore[arg-type]
+    events = backend.generate(REQUEST)
+    first = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.05)
+    assert not first.done(), "it was called, but may still refuse"
+    engine.admits.set()
+    assert (await asyncio.wait_for(first, 5)).is_empty
+    engine.send(await engine.to.get(), TokenEvent(request_id="r", tokens=[7], cached_tokens=3, finish="length"))
+    assert [event.tokens async for event in events] == [[7]]
+    engine.sender.close()
+
+
+@pytest.mark.parametrize("code", ["engine_busy", "prompt_too_long", "engine_down"])
+async def test_no_event_comes_before_a_refusal(code: str) -> None:
+    engine = _Engine()
+    engine.refusal = TokenEvent(request_id="r", finish="error", refused=code, error="no")
+    engine.admits.set()
+    with pytest.raises(BackendRefused, match="no") as refused:
+        await anext(HandleBackend(Handle(engine.answer), wait_s=5.0).generate(REQUEST))  # type: ignore[arg-type]
+    assert refused.value.code == code
+
+
+@given(st.permutations(range(4)))
+def test_an_event_that_only_confirms_takes_nothing_from_those_beside_it(order: list[int]) -> None:
+    """It may arrive before or after the first tokens, which another thread sends."""
+    empty = TokenEvent(request_id="r")
+    parts = [empty, empty, TokenEvent(request_id="r", tokens=[1], cached_tokens=3), empty]
+    queue: asyncio.Queue[TokenEvent] = asyncio.Queue()
+    first, *rest = (parts[at] for at in order)
+    for event in rest:
+        queue.put_nowait(event)
+    assert _joined(first, queue) == parts[2]
+    for event in (empty, TokenEvent(request_id="r", tokens=[2], cached_tokens=3, finish="stop"), empty):
+        queue.put_nowait(event)
+    both = _joined(parts[2], queue)
+    assert (both.tokens, both.cached_tokens, both.finish) == ([1, 2], 3, "stop")
+    assert _joined(empty, asyncio.Queue()) == empty
 
 
 class _Lost:
