@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -128,3 +129,33 @@ def test_exchanges_of_a_step_follow_from_the_parameters(sampling: SamplingParams
         return tp.calls.total() - before
 
     assert run_ranks(thread_groups(2, "tp"), rank) == [calls, calls]
+
+
+TINY = [0.0, -0.0, 5e-324, 1e-45, 1e-38, 1e-8, 1e-6, 9e-6, 9.9999e-6, 1e-5, 1.0001e-5, 1.1e-5, 1e-4, 3e-4, 1e-3]
+FILTERS: list[dict[str, Any]] = [
+    {}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "min_p": 0.1}, {"min_p": 0.5}, {"top_p": 1e-4}, {"top_k": 7, "top_p": 0.5},
+    {"logit_bias": {0: -100.0, 1: -100.0}}, {"logit_bias": {2: 100.0}, "top_p": 0.9}, {"repetition_penalty": 2.0},
+    {"min_tokens": 5, "stop_token_ids": (3, 4)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("widths", [(VOCAB,), *WIDTHS])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 3e4])
+def test_tiny_temperatures_are_greedy_without_a_hole(widths: tuple[int, ...], scale: float) -> None:
+    """Whatever the filters, down to the smallest number there is, and also in one batch with hot rows."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
+    logits[0, 17] = logits.max() + 1
+    cold = [
+        SampleRow(SamplingParams(temperature=temperature, seed=seed, logprobs=1, **filters), [5, 6], 2)
+        for filters in FILTERS
+        for temperature in TINY
+        for seed in (1, 2)
+    ]
+    hot = [SampleRow(SamplingParams(temperature=2.0, seed=seed), [5, 6], 2) for seed in range(20)]
+    found = together(widths, logits.repeat(len(cold) + len(hot), 1), [*cold, *hot])
+    for row, result in zip(cold, found, strict=False):
+        expected = 2 if row.sampling.logit_bias.get(2) and scale < 1000 else 17
+        assert (result.token, result.error) == (expected, None), row.sampling
+        assert result.logprob is not None
+        assert -9999 < result.logprob.logprob <= 0
+    assert found[len(cold) :] == together(widths, logits.repeat(len(hot), 1), hot)
