@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from actors.engine.balancing import ExpertBalancer
 from actors.engine.config.balancing import Balancing
+from actors.engine.eplb import ExpertBalancer
 from actors.groups.group import Group
 from actors.groups.shared_memory.shared_memory import SharedMemoryGroup
 from actors.groups.solo import SoloGroup

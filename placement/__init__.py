@@ -1,4 +1,4 @@
-"""Layout planning: decides which rank owns which weights, KV heads and experts, and estimates what that costs.
+"""Layouts: which rank owns which weights, KV heads and experts under a given layout, and what that costs.
 
 The package is pure Python over frozen values; it imports neither torch nor Ray::
 
@@ -6,6 +6,6 @@ The package is pure Python over frozen values; it imports neither torch nor Ray:
     Layout.parse      -> Layout ────┼─> legality.check ─> mesh (the rank grid) ─> shards (who owns what) ─> cost, nodes
     nodes.hardware    -> ClusterSpec┘
 
-The planner, which will search for the cheapest legal layout, belongs into a folder of its own, ``placement/planner/``, after
-`legality` and `cost` in the order of imports, since it calls both.
+The layout planner, which will search for the cheapest legal layout, is not built yet. It belongs in its own folder,
+``placement/planner/``, after `legality` and `cost` in the import order, since it calls both.
 """

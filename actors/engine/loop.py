@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable
 
 from actors.engine.admission import DuplicateRequest, EngineBusy, EngineDown, check_request
-from actors.engine.balancing import ExpertBalancer
 from actors.engine.batching.bubble import BubbleMeter
 from actors.engine.batching.dp_rank import dp_ranks_of
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import EngineStats
 from actors.engine.disaggregation.handoffs import Handoffs
+from actors.engine.eplb import ExpertBalancer
 from actors.engine.link.link import LinkError, LinkTimeout, RankLink
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.event_delivery import Deliver, EventDelivery

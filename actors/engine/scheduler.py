@@ -15,7 +15,7 @@ A decode may be planned before its input token is known to the engine, since the
 computed past a stop token is discarded when its result arrives.
 
 Blocks may also be filled from a KV tier or by a prefill pool, and a prompt's blocks may be sent to a decode pool. The scheduler
-asks its KV connector for that (`connector.py`). An admitted sequence whose blocks are still being filled is `RESERVED`.
+asks its KV connector for that (`kv_connector.py`). An admitted sequence whose blocks are still being filled is `RESERVED`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.engine.batching.dp_rank import DPRank, choose, dp_ranks_of
 from actors.engine.batching.draft import Draft, plan_of
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import Counts
-from actors.engine.disaggregation.connector import NoKVConnector, SchedulerKVConnector, TransferChanges
+from actors.engine.disaggregation.kv_connector import NoKVConnector, SchedulerKVConnector, TransferChanges
 from actors.engine.sequences import token_events
 from actors.engine.sequences.fairness import TenantCounters
 from actors.engine.sequences.live_requests import LiveRequests

@@ -18,7 +18,7 @@ import torch
 
 from actors.groups.group import Group
 from actors.kv_offload.offload_worker import KVOffloadWorker, NoKVOffloadWorker
-from actors.kv_transfer.connector_worker import KVConnectorWorker, NoKVConnectorWorker
+from actors.kv_transfer.kv_connector_worker import KVConnectorWorker, NoKVConnectorWorker
 from actors.kv_transfer.nixl_transport import NixlTransport, nixl_version
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.context.backend import ContextAttention

@@ -1,1 +1,1 @@
-"""Proves a layout: runs it beside one rank, and tells rounding from a fault."""
+"""Layout verification: runs a layout beside one rank, and tells whether differences are rounding or a fault."""

@@ -1,4 +1,4 @@
-"""The rank grid (device mesh): coordinates of every rank, and the process groups along each parallel axis.
+"""The rank grid (device mesh; parallel_state in vLLM): coordinates of every rank, and the process groups along each axis.
 
 Rank order inside a replica, outermost axis first: ``pp, attn_dp, cp, tp``. With ``pp=2, tp=3``::
 

@@ -28,7 +28,7 @@ from placement.layout.layout import Layout
 from placement.layout.lm_head import is_over_stage
 from placement.layout.mesh import Coords, moe_coords_of, world_rank
 from placement.layout.partition import Shares, partition, partition_balanced, partition_groups
-from placement.layout.stages import partition_layers
+from placement.layout.pipeline_stages import partition_layers
 from placement.model.attention_kind import AttentionKind
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
@@ -94,8 +94,8 @@ def _experts(spec: ModelSpec, layout: Layout, coords: Coords) -> dict[str, Any]:
 def stage_layers(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """Returns the number of layers of each pipeline stage.
 
-    It is the layout's `stage_layers`, or by default the split that minimises the largest stage (`placement.layout.stages`),
-    where the LM head counts with the last stage and the embedding with the first.
+    It is the layout's `stage_layers`, or by default the split that minimises the largest stage
+    (`placement.layout.pipeline_stages`), where the LM head counts with the last stage and the embedding with the first.
     """
     if layout.stage_layers is not None:
         return layout.stage_layers

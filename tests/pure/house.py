@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "model/attention/context": "Context parallelism (CP, DCP): attention over a sequence whose keys lie on several ranks.",
         "model/layers": "The layers of a dense transformer, on one tensor-parallel rank's slice of the weights.",
         "model/latent": "Multi-head latent attention (MLA): its layer, and its naive and absorbed forms.",
-        "model/moe": "Mixture of experts (MoE): the router, dispatch of tokens to expert ranks, the experts, combine.",
+        "model/moe": "Mixture of experts (MoE): the router, token dispatch (the expert all-to-all), the experts, combine.",
         "model/checkpoint": "Loads one rank's slices of a checkpoint into its parameters.",
         "model": "The model of one rank: one pipeline stage of the decoder, built from the model's spec and the rank's shard.",
         "kv_transfer": "KV cache from rank to rank of unlike layouts: the KV connector of prefill/decode disaggregation.",
@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "engine/disaggregation": "The engine's KV connector: prefill/decode disaggregation (KV transfer) and KV offload.",
         "engine": "The engine: the continuous-batching scheduler, and the loop that sends its step plans to the ranks.",
         "rank": "The worker process of one rank: it receives step plans, runs its part of the model, and returns step results.",
-        "verify": "Proves a layout: runs it beside one rank, and tells rounding from a fault.",
+        "verify": "Layout verification: runs a layout beside one rank, and tells whether differences are rounding or a fault.",
     },
     "cluster": {
         "nodes": "What a Ray cluster has: nodes, slots, labels, and measured links.",
@@ -70,7 +70,7 @@ ROOMS: dict[str, dict[str, str]] = {
 }
 
 PACKAGES = {
-    "placement": "Layout planning: decides which rank owns which weights, KV heads and experts, and estimates what that costs.",
+    "placement": "Layouts: which rank owns which weights, KV heads and experts under a given layout, and what that costs.",
     "actors": "Runs a model: the engine that schedules tokens, and the ranks that compute them.",
     "cluster": "Puts replicas on a Ray cluster and keeps them alive.",
     "serve_app": "The HTTP service on Ray Serve, and the command line.",

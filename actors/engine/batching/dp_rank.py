@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from actors.engine.batching import micro_batches
 from actors.engine.batching.draft import Draft
 from actors.engine.config.engine_config import EngineConfig
-from actors.engine.kv.blocks import BlockPool
+from actors.engine.kv.block_manager import BlockPool
 from actors.engine.sequences.sequence import Sequence, State
 
 

@@ -17,7 +17,7 @@ class Draft:
     budget: int
     dp_rank: int = 0
     owners: int = 1
-    """Number of KV owners. A rank identifies a block by its index in its own pages (see `actors.engine.kv.blocks`)."""
+    """Number of KV owners. A rank identifies a block by its index in its own pages (see `actors.engine.kv.block_manager`)."""
     started: list[SequenceStart] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)

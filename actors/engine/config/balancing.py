@@ -1,4 +1,4 @@
-"""The settings of the expert-parallel load balancer (EPLB) of a replica (`actors.engine.balancing`)."""
+"""The settings of the expert-parallel load balancer (EPLB) of a replica (`actors.engine.eplb`)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from actors.engine.batching.dp_rank import DPRank
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import HandoffStats
-from actors.engine.disaggregation.connector import TransferChanges
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer, DecodeTransfers
+from actors.engine.disaggregation.kv_connector import TransferChanges
 from actors.engine.disaggregation.offload_manager import KVOffloadManager
 from actors.engine.disaggregation.prefill_transfers import PrefillTransfers
 from actors.engine.sequences.sequence import Sequence, State

@@ -1,1 +1,1 @@
-"""Mixture of experts (MoE): the router, dispatch of tokens to expert ranks, the experts, combine."""
+"""Mixture of experts (MoE): the router, token dispatch (the expert all-to-all), the experts, combine."""

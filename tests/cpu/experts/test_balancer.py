@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from actors.engine import loop
-from actors.engine.balancing import ExpertBalancer
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.engine_config import EngineConfig
+from actors.engine.eplb import ExpertBalancer
 from actors.model.moe.router import Router
 from actors.wire.experts import ExpertReport
 from actors.wire.requests import GenerateRequest, SamplingParams

@@ -12,7 +12,7 @@ import torch
 from actors.engine.admission import RequestRefused
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.disaggregation import prefill_transfers
-from actors.kv_transfer import connector_worker
+from actors.kv_transfer import kv_connector_worker
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from tests.support.inprocess import in_process
 from tests.support.kv.pool_faults import CANCELLED, FAULTS, STATES, FaultyTransport, Injector, fault_of
@@ -163,7 +163,7 @@ def test_a_prefill_replica_that_freezes_after_its_first_heartbeat_costs_its_sile
 
 def test_ranks_that_send_for_long_send_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that does not end is no silence: what ends it is the lease. All in a fifth of the usual time."""
-    monkeypatch.setattr(connector_worker, "_HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(kv_connector_worker, "_HEARTBEAT_INTERVAL_S", 0.2)
     monkeypatch.setattr(prefill_transfers, "_HEARTBEAT_INTERVAL_S", 0.2)
     monkeypatch.setattr(prefill_transfers, "_RANK_TIMEOUT_S", 0.8)
     settings = {"lease_s": 3.5, "grace_s": 0.6, "heartbeat_timeout_s": 1.5}

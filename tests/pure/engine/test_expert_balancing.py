@@ -7,9 +7,9 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.engine.balancing import ExpertBalancer
 from actors.engine.config.balancing import Balancing
 from actors.engine.config.stats import ExpertStats
+from actors.engine.eplb import ExpertBalancer
 from actors.wire.experts import ExpertMove, ExpertReport, LayerReport
 from actors.wire.plans import StepPlan
 from placement.experts.expert_map import initial

@@ -10,8 +10,8 @@ import msgpack
 
 from actors.engine.admission import EngineBusy
 from actors.engine.disaggregation import decode_transfers, prefill_transfers
-from actors.engine.disaggregation.connector import TransferChanges
 from actors.engine.disaggregation.decode_transfers import DecodeTransfer
+from actors.engine.disaggregation.kv_connector import TransferChanges
 from actors.engine.disaggregation.prefill_transfers import PrefillTransfer
 from actors.engine.loop import StepLoop
 from actors.engine.sequences.sequence import Sequence

@@ -17,7 +17,7 @@ import torch
 from actors.engine.admission import RequestRefused
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig
 from actors.kv_offload.offload_worker import KVOffloadWorker
-from actors.kv_transfer.connector_worker import KVConnectorWorker
+from actors.kv_transfer.kv_connector_worker import KVConnectorWorker
 from actors.kv_transfer.local import LocalTransport, Switchboard
 from actors.kv_transfer.transport import Transport
 from actors.rank.assembly import Parts

@@ -1,4 +1,4 @@
-"""Pass-KV (ring attention and all-gather): how the keys and values of split rows reach the ranks that need them.
+"""Pass-KV in context parallelism (ring attention and all-gather): how keys and values of split rows reach the other ranks.
 
 In each layer a rank contributes K and V of its own chunks, and of its own pages of the cached keys that are exchanged, as one
 tensor ``[tokens, kv_heads, K and V]``, or latents ``[tokens, 1, latent_dim]``. Its queries then attend to a sequence of

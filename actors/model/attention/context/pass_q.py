@@ -1,5 +1,5 @@
-"""Pass-Q: exchanging queries instead of keys, for few new tokens with a long cached context (Yang et al. 2024, arXiv
-2411.01783).
+"""Pass-Q in context parallelism: exchanging queries instead of keys, for few new tokens with a long cached context (Yang et al.
+2024, arXiv 2411.01783).
 
 All cp ranks receive all queries of these rows, each rank attends to the pages it owns, and the partial outputs are returned::
 

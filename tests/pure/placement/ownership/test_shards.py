@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placement.layout.layout import Layout
 from placement.layout.mesh import Coords, coords_of
 from placement.layout.partition import partition, partition_groups
-from placement.layout.stages import partition_layers
+from placement.layout.pipeline_stages import partition_layers
 from placement.legality.check import check
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engine.kv.blocks import BlockPool
+from actors.engine.kv.block_manager import BlockPool
 from actors.engine.kv.prefix import PrefixChain, block_hash, root_hash
 
 
