@@ -40,7 +40,7 @@ class Sampler:
     @property
     def vocab_columns(self) -> int:
         """Number of vocabulary columns of the widest rank: equal on all ranks of the TP group."""
-        return self._shard.width
+        return int(self._shard.width)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
         """Return the next token of each of `rows`, in their order, from this rank's fp32 `logits` [rows, len(vocab)], which are

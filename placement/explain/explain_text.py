@@ -93,7 +93,7 @@ def _memory(explained: Explanation) -> Iterator[str]:
     most = explained.spec.max_position
     beyond = f" (more than the {most:,} the model was made for)" if max(lengths) > most else ""
     yield f"memory with {_many(len(explained.step.rows), 'sequence')} of {sizes(lengths)} tokens in the cache{beyond}"
-    rows = [("ranks", "weights", "KV cache", "activations", "together")]
+    rows: list[tuple[str, ...]] = [("ranks", "weights", "KV cache", "activations", "together")]
     alike: dict[tuple[int, int, int], list[int]] = {}
     for view in explained.ranks:
         parts = (view.memory.weight_bytes, view.kv_bytes, view.memory.activation_bytes)

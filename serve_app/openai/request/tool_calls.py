@@ -55,7 +55,7 @@ def read_tool_calls(message: dict[str, Any], at: int) -> dict[str, Any]:
 def _call(call: Any, at: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise invalid("messages", f"a tool call of message {at} has no function with a name")
     return {**_given(call), "function": {**_given(function), "arguments": _arguments(function.get("arguments"), at)}}
 
