@@ -93,6 +93,7 @@ async def test_other_compressions_are_named_and_so_are_those_that_are_read(endpo
         ("deflate", deflated(PLAIN) + b"more"),
         (None, gzip.compress(PLAIN)),
     ],
+    ids=range(12),
 )
 async def test_bodies_that_are_not_what_their_header_says(
     endpoint: Callable[..., Any], coding: str | None, content: bytes
