@@ -165,9 +165,10 @@ def test_damaged_files_are_named(tmp_path):
         read_text_files(tmp_path)
     with pytest.raises(TemplateError, match="cannot be read"):
         read_text_files(folder(tmp_path, {"chat_template": "{% if"}))
-    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(5))
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "x.gguf").write_bytes(b"GGUF" + bytes(5))
     with pytest.raises(TokenizerError, match=r"x\.gguf"):
-        read_text_files(tmp_path / "x.gguf")
+        read_text_files(tmp_path / "gguf" / "x.gguf")
     inner = tokenizers.Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     inner.decoder = decoders.WordPiece()
     with pytest.raises(TokenizerError, match="WordPiece"):
