@@ -29,6 +29,7 @@ from actors.rank.connect_groups import connect
 from actors.rank.stepping import run_plans
 from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankStatus, Rendezvous
 from placement.layout.layout import Layout
+from placement.nodes.limits import cpu_limit, memory_limit
 
 
 class Rank:
@@ -61,6 +62,7 @@ class Rank:
             machine=f"{_boot_id() or socket.gethostname()} {_network()}",
             name=socket.gethostname(),
             interface=interface_of(host),
+            memory_bytes=memory_limit().num_bytes,
         )
 
     def serve_store(self, token: str, host: str) -> int:
@@ -154,10 +156,10 @@ def _network() -> str:
 
 
 def _share_of_cores(layout: Layout, rendezvous: Rendezvous, world_rank: int) -> int:
-    """Return the number of CPU threads for this rank: an even share of the cores of its machine.
+    """Return the number of CPU threads for this rank: an even share of the cores of its machine that it may use.
 
     The share assumes that all replicas run on this machine. This may use too few cores, but never oversubscribes them. Ranks
     with the same address count as one machine, even if they belong to several Ray nodes.
     """
     here = rendezvous.hosts.count(rendezvous.hosts[world_rank]) * layout.replicas
-    return max(1, len(os.sched_getaffinity(0)) // here)
+    return max(1, cpu_limit() // here)

@@ -81,6 +81,8 @@ class RankLocation(BaseModel):
     """Host name of the machine."""
     interface: str = ""
     """Network interface that has the address; empty if unknown."""
+    memory_bytes: int | None = None
+    """Host memory that the process may use, in bytes: that of its machine, or less by a cgroup; None if unknown."""
 
 
 class Loaded(BaseModel):

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from placement.cost.memory import MemoryBudgetError, RankMemory, num_blocks
 from placement.layout.layout import Layout, LayoutError
 from placement.model.spec import DType
-from placement.nodes.hardware import ClusterSpec
+from placement.nodes.hardware import ClusterSpec, DeviceKind
 from placement.ownership.context import BLOCK_TOKENS
 
 USUAL_CONTEXT = 8192
 """Default length in tokens of the longest sequence; a model's own limit applies if it is shorter."""
+_LEAST_CONTEXT = 1024
+"""Length in tokens below which the longest sequence is not shortened to fit the memory."""
 CPU_KV_BYTES = 2**30
 """Default KV cache of a CPU rank in bytes. The operating system commits the memory only as pages are used."""
 _DEVICE_SHARE = 0.9
@@ -60,25 +62,42 @@ def longest_sequence(needs: Sequence[RankMemory], max_position: int, asked: int 
     return min(length, fits)
 
 
-def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout) -> int | None:
+def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout, host_cache: int = 0) -> int | None:
     """Returns the bytes that a rank has for weights and KV on the node with the least memory per rank, or None if no node's
     memory is known. Nodes of unknown memory are ignored.
 
     A node's memory is divided by the number of ranks that may run on it: its slots, but at most `devices`, the number of all
-    ranks on the cluster. 250 MB of each part are left for the rank's process. `layout` is only named in the error. Raises
-    `MemoryBudgetError` if nothing is left.
+    ranks on the cluster. 250 MB of each part are left for the rank's process, and `host_cache` bytes for its KV cache in host
+    memory. `layout` is only named in the error. Raises `MemoryBudgetError` if nothing is left.
     """
     nodes = [(node, min(node.slots, devices)) for node in cluster.nodes if node.slots and node.memory_bytes]
     if not nodes:
         return None
     node, ranks = min(nodes, key=lambda each: (each[0].memory_bytes or 0) // each[1])
-    left = (node.memory_bytes or 0) // ranks - _PROCESS_BYTES
+    left = (node.memory_bytes or 0) // ranks - _PROCESS_BYTES - host_cache
+    if 0 >= left > -host_cache:
+        raise MemoryBudgetError(
+            f"host_cache {host_cache:,} for each of {ranks} ranks on node {node.name} leaves nothing of its "
+            f"{node.memory_bytes:,} bytes for weights, beside about {ranks * _PROCESS_BYTES:,} of their processes: "
+            f"take less than {left + host_cache:,}"
+        )
     if left <= 0:
         raise MemoryBudgetError(
             f"{layout} puts {ranks} ranks on node {node.name}: their processes alone take about {ranks * _PROCESS_BYTES:,} of "
             f"its {node.memory_bytes:,} bytes, before any weight"
         )
     return left
+
+
+def length_within(needs: Sequence[RankMemory], share: int, length: int) -> int:
+    """Returns the length in tokens of the longest sequence, at most `length`, whose KV fits beside weights and activations into the
+    `share` bytes of each rank.
+
+    `needs` has the memory needs of every rank of a replica. Returns `length` itself if fewer than 1,024 tokens fit, which is
+    too little to serve without being asked to: `rank_kv_bytes` then refuses it.
+    """
+    fits = min(rank.tokens_in(max(share - rank.fixed_bytes, 0)) for rank in needs)
+    return fits if min(_LEAST_CONTEXT, length) <= fits < length else length
 
 
 def rank_kv_bytes(needs: Sequence[RankMemory], share: int, asked: int | None, length: int) -> int:
@@ -116,6 +135,20 @@ def kv_blocks(
     budget = asked or (int(_DEVICE_SHARE * min(free_bytes)) if free_bytes else CPU_KV_BYTES)
     fits = num_blocks(needs, [beside + budget for beside in fixed], length)
     return min(fits, max_sequences * needs[0].blocks_of(length))
+
+
+def host_bytes(
+    rank: RankMemory, device: DeviceKind, kv_bytes: int | None, length: int, max_sequences: int, host_cache: int
+) -> int:
+    """Returns the bytes of host memory that a rank needs: for its process and its KV cache of `host_cache` bytes in host
+    memory, and on a CPU also for its weights and KV.
+
+    `kv_bytes` is the KV cache of a CPU rank (None: 1 GiB), of which `max_sequences` sequences of `length` tokens may need less.
+    """
+    if device != "cpu":
+        return _PROCESS_BYTES + host_cache
+    most = max_sequences * rank.blocks_of(length) * rank.block_bytes
+    return _PROCESS_BYTES + host_cache + rank.weight_bytes + min(kv_bytes or CPU_KV_BYTES, most)
 
 
 def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:

@@ -7,7 +7,9 @@ import pytest
 from placement.cost.kv_budget import (
     CPU_KV_BYTES,
     USUAL_CONTEXT,
+    host_bytes,
     kv_blocks,
+    length_within,
     longest_sequence,
     rank_kv_bytes,
     share_of_node,
@@ -41,6 +43,30 @@ def test_a_share_is_that_of_the_fullest_node() -> None:
     nodes = (NodeSpec(name="a", slots=2, memory_bytes=4 * 10**9), NodeSpec(name="b", slots=4, memory_bytes=4 * 10**9))
     assert share_of_node(ClusterSpec(nodes=nodes), 3, Layout()) == 4 * 10**9 // 3 - 250_000_000
     assert share_of_node(ClusterSpec(nodes=(NodeSpec(name="a", slots=2),)), 2, Layout()) is None
+
+
+def test_the_kv_cache_in_host_memory_is_part_of_a_rank_s_share() -> None:
+    cluster = ClusterSpec(nodes=(NodeSpec(name="a", slots=2, memory_bytes=4 * 10**9),))
+    assert share_of_node(cluster, 2, Layout(), 10**9) == 10**9 - 250_000_000
+    with pytest.raises(
+        MemoryBudgetError, match=r"host_cache 1,750,000,000 for each of 2 ranks .* take less than 1,750,000,000"
+    ):
+        share_of_node(cluster, 2, Layout(), 1_750_000_000)
+    with pytest.raises(MemoryBudgetError, match="their processes alone"):
+        share_of_node(cluster.model_copy(update={"nodes": (NodeSpec(name="a", slots=9, memory_bytes=10**9),)}), 9, Layout(), 1)
+
+
+def test_sequences_are_shortened_to_what_fits_unless_that_is_very_short() -> None:
+    assert length_within([RANK], 1000 + 200 * 160, 8192) == 3200
+    assert length_within([RANK], 1000 + 200 * 160, 3000) == 3000
+    assert length_within([RANK, RANK], 1000 + 63 * 160, 8192) == 8192  # 1,008 tokens: it is refused later
+    assert length_within([RANK], 10, 512) == 512
+
+
+def test_host_memory_of_a_rank_has_weights_and_kv_only_on_a_cpu() -> None:
+    assert host_bytes(RANK, "cpu", 500, length=16, max_sequences=64, host_cache=7) == 250_000_000 + 7 + 1000 + 500
+    assert host_bytes(RANK, "cpu", None, length=16, max_sequences=2, host_cache=0) == 250_000_000 + 1000 + 320
+    assert host_bytes(RANK, "cuda", 500, length=16, max_sequences=64, host_cache=7) == 250_000_000 + 7
 
 
 def test_kv_bytes_are_as_asked_or_what_is_left_beside_the_weights() -> None:
