@@ -21,9 +21,10 @@ from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankReport
 from cluster.embedded.local import NAMESPACE
 from cluster.replica.placement_group import ReservedBundles
 from cluster.replica.rank_actor import RankActor
-from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
+from cluster.replica.rank_checks import LaunchError, check_memory, check_placement, check_reachable, described
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import tier_config
+from placement.cost import kv_budget, memory
 from placement.model.digest import model_digest
 from placement.model.spec import ModelError
 from placement.ownership.context import BLOCK_TOKENS
@@ -71,6 +72,7 @@ def launch(settings: ReplicaSettings, reserved: ReservedBundles, name: str) -> R
         locations = tuple(_all("start", [actor.where.remote() for actor in actors], deadline, reserved))
         check_placement(locations, reserved)
         check_reachable(locations)
+        check_memory(locations, _host_bytes(settings))
         store = [actors[0].serve_store.remote(token, locations[0].host)]
         port = _all("serve the rendezvous store", store, deadline, reserved)[0]
         rendezvous = Rendezvous(
@@ -113,6 +115,18 @@ def _asked(method: str, timeout_s: float) -> dict[str, Any]:
         with suppress(ray.exceptions.RayError):
             answers[asked[ref]] = ray.get(ref)
     return dict(sorted(answers.items()))
+
+
+def _host_bytes(settings: ReplicaSettings) -> list[int]:
+    """Returns the bytes of host memory that each rank needs, by world rank."""
+    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
+    kv_bytes = settings.kv_bytes if settings.device == "cpu" else None
+    return [
+        kv_budget.host_bytes(
+            rank, settings.device, kv_bytes, settings.max_model_len, settings.max_sequences, settings.host_cache
+        )
+        for rank in needs
+    ]
 
 
 def _make(settings: ReplicaSettings, reserved: ReservedBundles, rank: int, name: str) -> ActorHandle[Any]:

@@ -38,6 +38,27 @@ def check_reachable(locations: Sequence[RankLocation]) -> None:
             )
 
 
+def check_memory(locations: Sequence[RankLocation], needed_bytes: Sequence[int]) -> None:
+    """Raises `LaunchError` if the ranks of one machine need more memory than their processes may use there, where a cgroup may
+    limit it below what Ray has reported for the node.
+
+    `needed_bytes` has the host memory that each rank needs, by world rank. Ranks of unknown memory are not checked.
+    """
+    by_machine: dict[str, list[RankLocation]] = {}
+    for location in locations:
+        by_machine.setdefault(location.machine or location.node_id, []).append(location)
+    for here in by_machine.values():
+        limits = [location.memory_bytes for location in here if location.memory_bytes is not None]
+        needed = sum(needed_bytes[location.world_rank] for location in here)
+        if limits and needed > min(limits):
+            ranks = ", ".join(str(location.world_rank) for location in here)
+            raise LaunchError(
+                f"rank {ranks} on {here[0].name or here[0].host} may use {min(limits):,} bytes of memory there (the machine's, "
+                f"or the limit of a cgroup), but would need {needed:,} for weights, KV cache and processes: give the node more "
+                "memory, or take a smaller kv_bytes or host_cache, or fewer ranks a node"
+            )
+
+
 def described(locations: Sequence[RankLocation]) -> str:
     """Returns the machine, address and network interface of each rank as text, for an error message about ranks that did not
     connect."""

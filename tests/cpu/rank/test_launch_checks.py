@@ -13,7 +13,7 @@ from actors.wire.rank_config import RankConfig, RankLocation
 from cluster.nodes.discover import discover
 from cluster.nodes.topology import POOL_LABEL
 from cluster.replica.placement_group import ReservedBundles, node_resources
-from cluster.replica.rank_checks import LaunchError, check_placement, check_reachable, described
+from cluster.replica.rank_checks import LaunchError, check_memory, check_placement, check_reachable, described
 from placement.layout.layout import Layout
 from placement.nodes.bundles import bundles, impossible
 from tests.support.models.specs import DENSE
@@ -45,6 +45,17 @@ def test_a_node_whose_name_stands_for_the_loopback_address_is_refused_with_the_h
 def test_nodes_of_one_machine_may_use_its_loopback() -> None:
     check_reachable([location(0, "a", "127.0.0.1", "x"), location(1, "b", "127.0.0.1", "x")])
     check_reachable([location(0, "a", "10.0.0.1", "x"), location(1, "b", "10.0.0.2", "y")])
+
+
+def test_ranks_that_need_more_than_a_cgroup_of_their_machine_allows_are_refused() -> None:
+    """Several Ray nodes of one machine share its memory; nodes of other machines have their own."""
+    here = [location(at, node, "10.0.0.1", "x").model_copy(update={"memory_bytes": 100}) for at, node in enumerate("ab")]
+    there = location(2, "c", "10.0.0.2", "y").model_copy(update={"memory_bytes": 60})
+    check_memory([*here, there, location(3, "d", "10.0.0.3", "z")], [50, 50, 60, 10**12])
+    with pytest.raises(LaunchError, match=r"rank 0, 1 on a0 may use 100 bytes .* would need 101 "):
+        check_memory([*here, there], [50, 51, 60])
+    with pytest.raises(LaunchError, match="rank 2 on c0 may use 60 bytes"):
+        check_memory([*here, there], [50, 50, 61])
 
 
 def test_nodes_kept_for_another_pool_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
