@@ -17,10 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from cluster.embedded import session
+from cluster.embedded import ray_folder, session
+from cluster.embedded.second_try import started
 from cluster.nodes.topology import NAME_LABEL
 from placement.layout.layout import LayoutError
 from placement.nodes.hardware import ClusterSpec, NodeSpec
+from placement.nodes.limits import MemoryLimit, cpu_limit, memory_limit
 
 NAMESPACE = "shardwright"
 
@@ -38,10 +40,22 @@ _COMMON: dict[str, Any] = {
 }
 
 _OBJECT_STORE_BYTES = 256 * 2**20
-"""Size of the object store of an embedded node. No tensors pass through it, so little is needed."""
+"""Size of the object store of an embedded node at most. No tensors pass through it, so little is needed, and less on a small
+machine (`object_store_bytes`)."""
+_LEAST_OBJECT_STORE_BYTES = 80 * 2**20
+"""Slightly more than the least that Ray accepts."""
+_SERVICE_BYTES = 1_000_000_000
+"""Bytes that an embedded service takes besides its ranks: Ray's head processes, Serve's controller and proxy, the HTTP process,
+one engine and this command. Measured as 845 MB when it was ready, and about 100 MB more under load."""
+_NODE_BYTES = 200_000_000
+"""Bytes that the Ray processes of each further embedded node take."""
 
 _ANSWER_S = 10.0
 """Seconds after which a head that accepts no connection is taken to be absent."""
+
+
+_SESSION_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", ray_folder.VARIABLE)
+"""Environment variables that another process needs to join an embedded cluster."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +102,13 @@ def connect(
 
     An embedded cluster has at least `slots` CPU slots (a slot is room for one rank, not a core), or with `shape`, several nodes
     (raylets on this machine), which `address` does not affect. It requires a random token, so that no other program on the
-    network can join it, and writes a session file for `connect_running`. `environment` contains variables for its processes:
-    they are set in ``os.environ`` unless they are set already.
+    network can join it, and writes a session file for `connect_running`. Its files are in a folder of this user
+    (`cluster.embedded.ray_folder`). `environment` contains variables for its processes: they are set in ``os.environ`` unless
+    they are set already.
 
     Returns the connection, to be ended by `disconnect`. Raises `ConnectionError` if no cluster answers at the address,
-    `ValueError` if it is not an address, and a Ray error if the embedded cluster does not start.
+    `ValueError` if it is not an address, `FolderError` if there is no folder for the files of an embedded cluster,
+    `StartTimeout` if that does not start in time in two tries, and a Ray error if it does not start for another reason.
     """
     address = None if shape is not None else address or configured_address()
     if address is not None:
@@ -101,9 +117,10 @@ def connect(
         os.environ.setdefault(name, value)
     if address is not None:
         return _join(address)
+    os.environ[ray_folder.VARIABLE] = ray_folder.own_folder()
     _lock_embedded()
-    connection = _embed(slots) if shape is None else _embed_nodes(shape)
-    kept = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
+    connection = started(lambda: _embed(slots) if shape is None else _embed_nodes(shape), leave)
+    kept = {name: os.environ[name] for name in _SESSION_VARIABLES if name in os.environ}
     session.remember(session.Session(connection.address, kept))
     return connection
 
@@ -112,8 +129,9 @@ def connect_running(address: str | None = None) -> Connection:
     """Join the cluster at `address`, at ``RAY_ADDRESS``, or the newest one that a running command of this user embeds on this
     machine.
 
-    In the last case, the token of that cluster is set in ``os.environ``. Returns the connection, to be ended by `leave`. Raises
-    `ConnectionError` if there is no such cluster, or if it does not answer, and `ValueError` if `address` is not an address.
+    In the last case, the token and the folder of that cluster are set in ``os.environ``. Returns the connection, to be ended by
+    `leave`. Raises `ConnectionError` if there is no such cluster, or if it does not answer, and `ValueError` if `address` is
+    not an address.
     """
     found = None if address or configured_address() else session.latest()
     if found is not None:
@@ -161,11 +179,10 @@ def _embed(slots: int | None) -> Connection:
     """Start an embedded cluster of one node, this machine."""
     import ray
 
-    cpus = max(slots or 1, os.cpu_count() or 1)
+    memory, store = _memory_sizes(None)
+    sizes = {"num_cpus": max(slots or 1, cpu_limit()), "_memory": memory, "object_store_memory": store}
     # Without an address, Ray would join whatever cluster it finds on this machine.
-    context: Any = ray.init(
-        address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, **_COMMON
-    )
+    context: Any = ray.init(address="local", include_dashboard=False, **sizes, **_COMMON)
     return Connection(str(context.address_info["address"]), embedded=True, head=ray._private.worker._global_node)
 
 
@@ -174,8 +191,8 @@ def _embed_nodes(shape: EmbeddedShape) -> Connection:
     import ray
     from ray.cluster_utils import Cluster
 
-    memory = this_machine(0, shape).nodes[0].memory_bytes
-    common: dict[str, Any] = {"num_cpus": shape.slots, "memory": memory, "object_store_memory": _OBJECT_STORE_BYTES}
+    memory, store = _memory_sizes(shape)
+    common: dict[str, Any] = {"num_cpus": shape.slots, "memory": memory, "object_store_memory": store}
     cluster = Cluster()
     try:
         for index in range(shape.nodes):
@@ -195,14 +212,43 @@ def configured_address() -> str | None:
 
 
 def this_machine(slots: int, shape: EmbeddedShape | None = None) -> ClusterSpec:
-    """Returns the cluster that `connect` would embed, without starting it: this machine with all its memory and `slots` CPU
-    slots, or the nodes of `shape` (then `slots` has no effect), each with an even share of the memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the cluster that `connect` would embed, without starting it: this machine with `slots` CPU slots, or the nodes of
+    `shape` (then `slots` has no effect), each with an even share of the memory.
+
+    The memory is what this process may use (`placement.nodes.limits`), less what the service takes besides its ranks; at least
+    one byte.
+    """
+    memory = max(memory_limit().num_bytes - _service_bytes(shape), shape.nodes if shape is not None else 1)
     if shape is not None:
         share = memory // shape.nodes
         nodes = (NodeSpec(name=f"node{index}", slots=shape.slots, memory_bytes=share) for index in range(shape.nodes))
         return ClusterSpec(nodes=tuple(nodes))
     return ClusterSpec(nodes=(NodeSpec(name=platform.node() or "localhost", slots=slots, memory_bytes=memory),))
+
+
+def memory_text(shape: EmbeddedShape | None = None) -> str:
+    """Returns the memory of this machine that is left for the ranks of an embedded cluster, as a sentence with its source."""
+    limit = memory_limit()
+    return (
+        f"This machine offers {limit.num_bytes:,} bytes ({limit.source}), of which Ray and the HTTP processes take about "
+        f"{_service_bytes(shape):,}"
+    )
+
+
+def object_store_bytes(limit: MemoryLimit) -> int:
+    """Returns the size of the object store of an embedded node in bytes: 256 MiB, or less where the memory is less than 4
+    GiB."""
+    return max(_LEAST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, limit.num_bytes // 16))
+
+
+def _service_bytes(shape: EmbeddedShape | None) -> int:
+    return _SERVICE_BYTES + (0 if shape is None else (shape.nodes - 1) * _NODE_BYTES)
+
+
+def _memory_sizes(shape: EmbeddedShape | None) -> tuple[int | None, int]:
+    """Returns the bytes for ranks and for the object store of an embedded node. Ray itself does not see limits of nested
+    cgroups."""
+    return this_machine(0, shape).nodes[0].memory_bytes, object_store_bytes(memory_limit())
 
 
 def _check_answers(address: str) -> None:

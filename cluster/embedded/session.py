@@ -63,7 +63,11 @@ def latest() -> Session | None:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"shardwright-{os.getuid()}"
+    """Returns the folder of the session files, below ``XDG_RUNTIME_DIR`` unless this user may not use that folder (``su``
+    leaves the variable as it was)."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    base = given if given and os.access(given, os.W_OK | os.X_OK) else tempfile.gettempdir()
+    return Path(base) / f"shardwright-{os.getuid()}"
 
 
 def _is_ours(folder: Path) -> bool:

@@ -7,14 +7,12 @@ whose raylet was killed) become children of this process, which is their subreap
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.embedded.local import Connection
@@ -22,7 +20,6 @@ from cluster.embedded.local import Connection
 _EVERY_S = 0.5
 _SILENCE_S = 10.0
 """Seconds without an answer after which a joined cluster counts as lost."""
-_END_S = 10.0
 _VITAL = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -81,18 +78,6 @@ class ClusterWatch:
         )
 
 
-def end_descendants() -> bool:
-    """Kill all descendants of this process (SIGKILL) and wait until they have ended, at most `_END_S` seconds. Returns whether
-    none is left."""
-    deadline = time.monotonic() + _END_S
-    while (found := _descendants()) and time.monotonic() < deadline:
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    return not found
-
-
 def _dead_process(node: Any) -> str | None:
     """Returns how a vital process of the head node (`_VITAL`) has ended, as text, or None if all are running."""
     dead: list[tuple[str, subprocess.Popen[bytes]]] = [] if node is None else node.dead_processes()
@@ -102,18 +87,3 @@ def _dead_process(node: Any) -> str | None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             return f"the {kind} of the embedded Ray cluster (process {process.pid}) {how}"
     return None
-
-
-def _descendants() -> list[int]:
-    """Returns the ids of the running descendants of this process."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended since it was listed
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(stat.parent.name)] = int(parent)
-    below, found = {os.getpid()}, []
-    while more := [pid for pid, parent in parents.items() if parent in below and pid not in below]:
-        below.update(more)
-        found += more
-    return found

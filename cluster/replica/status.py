@@ -16,6 +16,9 @@ from cluster.replica.settings import ReplicaSettings
 from placement.cost.crossings import crossing_lines, link_loads
 from placement.cost.step_shape import StepShape
 
+_ANSWER_S = 10.0
+"""Seconds that Serve's controller has to answer."""
+
 
 class PlacedRank(BaseModel):
     """One rank of one replica. `node` is the address of its node, or the node's name if several nodes share one address."""
@@ -132,7 +135,10 @@ def serve_details() -> dict[str, Any]:
     except ValueError:
         return {}
     call: Any = controller.get_serve_instance_details.remote()
-    found: dict[str, Any] = ray.get(call, timeout=10)
+    try:
+        found: dict[str, Any] = ray.get(call, timeout=_ANSWER_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise ray.exceptions.GetTimeoutError(f"Ray Serve's controller did not answer in {_ANSWER_S:g} s") from error
     return found
 
 

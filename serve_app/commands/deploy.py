@@ -83,9 +83,7 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the import has set it to INFO
     app = application(args)  # refuse an impossible request before Serve is started, since Serve then stays on the cluster
-    serve.start(
-        http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LoggingConfig(log_level="WARNING")
-    )
+    _start_serve(host, port)
     failures.delete_errors(APP_NAME)
     target = RunTarget(target=app, name=APP_NAME, route_prefix="/", logging_config=LoggingConfig(log_level="WARNING"))
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -95,6 +93,29 @@ def deploy(args: ServeArgs, host: str, port: int, stop: threading.Event) -> Depl
     with suppress(RayError):  # a controller that is too busy to answer is no reason to fail
         details = serve_details()
     return Deployed(port=_port(details, port), since=_since(_application(details)))
+
+
+def _start_serve(host: str, port: int) -> None:
+    """Start Ray Serve on the connected cluster, unless it runs.
+
+    Serve waits 60 s for its HTTP proxy, which is too short on a busy machine. The second call finds Serve's controller and does
+    not wait; whether the proxy works is then seen from the application.
+    """
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    for may_be_late in (True, False):
+        try:
+            serve.start(
+                http_options={"host": host, "port": port},
+                proxy_location="HeadOnly",
+                logging_config=LoggingConfig(log_level="WARNING"),
+            )
+            return
+        except TimeoutError as error:
+            if not may_be_late:
+                raise
+            print(f"Ray Serve did not start in time ({error}); waiting once more.", file=sys.stderr, flush=True)
 
 
 def is_still(since: float | None) -> bool:

@@ -21,8 +21,10 @@ from rich.console import Console
 
 from actors.kv_offload.key_layout import DirectoryError, own_folder
 from cluster.embedded import local
-from cluster.embedded.watch import ClusterWatch, end_descendants
+from cluster.embedded.processes import end_descendants
+from cluster.embedded.watch import ClusterWatch
 from placement.cost.kv_budget import usual_length
+from placement.cost.memory import MemoryBudgetError
 from placement.layout.layout import LayoutError
 from serve_app.commands.deploy import StartFailed, check_free, deploy, is_still
 from serve_app.commands.endpoint_health import health_line
@@ -120,7 +122,10 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape 
         raise LayoutError(f"--nodes embeds CPU nodes on this machine and cannot be combined with {with_}: give one of them")
     alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
     here = local.this_machine(pools.devices(args), shape) if alone else None
-    served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
+    try:
+        served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
+    except MemoryBudgetError as error:
+        raise MemoryBudgetError(f"{error}. {local.memory_text(shape)}" if alone else str(error)) from error
     if served.in_pools and alone:
         pools.check_nixl()
     return served, check_files(Path(served.engine.model_path), served.engine.spec)
@@ -156,7 +161,7 @@ def _ready(args: ServeArgs, served: Service, url: str, address: str, texts: Text
     print(f"\nShardwright {how}: {args.model} as {served} on {url} (Ray at {address}). Ctrl-C ends it.\n")
     print(f"  {amiss}\n" if amiss else "", end="")
     if settings.max_model_len < usual_length(settings.spec.max_position, args.max_model_len):
-        print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit --kv-bytes.\n")
+        print(f"  Sequences end at {settings.max_model_len:,} tokens: more do not fit the KV cache (--kv-bytes).\n")
     path, body = _example(texts)
     print("".join(f"  {line}\n" for line in slow), end="\n" if slow else "")
     print(f"  curl -N {url}{path} -H 'content-type: application/json' \\\n    -d '{json.dumps(body)}'\n", flush=True)

@@ -13,6 +13,7 @@ from placement.checkpoint import header as checkpoint_header
 from placement.cost import kv_budget, memory
 from placement.cost.activations import StepLimits
 from placement.layout.layout import Layout, LayoutError
+from placement.legality import memory_fit
 from placement.legality.check import require
 from placement.model.spec import DType, ModelSpec
 from placement.nodes.hardware import ClusterSpec, cpu_has_bfloat16
@@ -87,8 +88,19 @@ def _tiers(args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType) -> di
 def _memory(
     args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, cluster: ClusterSpec | None, devices: int
 ) -> dict[str, int | None]:
-    """Returns the maximum sequence length and the KV bytes of a rank (None: the rank's device decides). Raises
-    `LayoutError`."""
+    """Returns the maximum sequence length and the KV bytes of a rank (None: the rank's device decides).
+
+    Raises `LayoutError`, which says what would fit if the memory of `cluster` does not suffice.
+    """
+    try:
+        return _budget(args, spec, layout, dtype, cluster, devices)
+    except memory.MemoryBudgetError as error:
+        raise memory.MemoryBudgetError(f"{error}. {_what_fits(args, spec, layout, dtype, cluster, devices)}") from None
+
+
+def _budget(
+    args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, cluster: ClusterSpec | None, devices: int
+) -> dict[str, int | None]:
     needs = memory.rank_memories(spec, layout, dtype)
     length = kv_budget.longest_sequence(needs, spec.max_position, args.max_model_len, args.kv_bytes)
     limits = StepLimits(args.max_batch_tokens, args.max_sequences, length)
@@ -96,6 +108,36 @@ def _memory(
     share = None
     if cluster is not None:
         kv_budget.require_host_cache(args.host_cache, devices, cluster)
-        share = kv_budget.share_of_node(cluster, devices, layout)
+        share = kv_budget.share_of_node(cluster, devices, layout, args.host_cache)
+    if share is not None and args.max_model_len is None:
+        length = kv_budget.length_within(needs, share, length)
     kv_bytes = args.kv_bytes if share is None else kv_budget.rank_kv_bytes(needs, share, args.kv_bytes, length)
     return {"max_model_len": length, "kv_bytes": kv_bytes}
+
+
+def _what_fits(
+    args: ServeArgs, spec: ModelSpec, layout: Layout, dtype: DType, cluster: ClusterSpec | None, devices: int
+) -> str:
+    """Returns what could be asked for instead, as a sentence: the same layout with less KV cache or a narrower type, or
+    the nearest layouts that fit the memory of `cluster`."""
+
+    def fits(layout: Layout, dtype: DType, changed: ServeArgs) -> dict[str, int | None] | None:
+        others = devices - asked.devices
+        try:
+            return _budget(changed, spec, layout, dtype, cluster, others + layout.devices)
+        except LayoutError:
+            return None
+
+    asked, ways = layout, list[str]()
+    if args.kv_bytes is not None and (found := fits(layout, dtype, args.model_copy(update={"kv_bytes": None}))):
+        ways.append(f"kv_bytes={found['kv_bytes']}")
+    if args.max_model_len is not None and (found := fits(layout, dtype, args.model_copy(update={"max_model_len": None}))):
+        ways.append(f"max_model_len={found['max_model_len']}")
+    if args.host_cache and fits(layout, dtype, args.model_copy(update={"host_cache": 0})):
+        ways.append("no host_cache")
+    if dtype == "float32" and spec.quantization is None and fits(layout, "bfloat16", args):
+        ways.append("dtype=bfloat16")
+    if not ways:
+        smaller = memory_fit.nearest_that_fit(layout, spec, cluster, lambda other: fits(other, dtype, args) is not None)
+        ways += [f"layout {other}" for other in smaller]
+    return f"This would fit: {' or '.join(ways)}" if ways else "No layout of this model fits here"

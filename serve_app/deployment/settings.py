@@ -66,7 +66,7 @@ class ServeArgs(ReplicaOptions):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights and the KV cache: auto, float32 or bfloat16."""
     max_model_len: PositiveInt | None = None
-    """Maximum sequence length in tokens; default: the smallest of the model's limit, 8192, and what --kv-bytes can hold."""
+    """Maximum sequence length in tokens; default: the smallest of the model's limit, 8192, and what the KV cache can hold."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that a request waits for an engine replica while none is running, before it is refused."""
     ingress_node: Literal["head", "anywhere"] = "head"
