@@ -180,7 +180,7 @@ def _embed(slots: int | None) -> Connection:
     import ray
 
     memory, store = _memory_sizes(None)
-    sizes = {"num_cpus": max(slots or 1, cpu_limit()), "_memory": memory, "object_store_memory": store}
+    sizes: dict[str, Any] = {"num_cpus": max(slots or 1, cpu_limit()), "_memory": memory, "object_store_memory": store}
     # Without an address, Ray would join whatever cluster it finds on this machine.
     context: Any = ray.init(address="local", include_dashboard=False, **sizes, **_COMMON)
     return Connection(str(context.address_info["address"]), embedded=True, head=ray._private.worker._global_node)

@@ -119,7 +119,7 @@ def _asked(method: str, timeout_s: float) -> dict[str, Any]:
 
 def _host_bytes(settings: ReplicaSettings) -> list[int]:
     """Returns the bytes of host memory that each rank needs, by world rank."""
-    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype)
+    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype, limits=settings.step_limits)
     kv_bytes = settings.kv_bytes if settings.device == "cpu" else None
     return [
         kv_budget.host_bytes(

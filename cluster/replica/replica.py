@@ -31,7 +31,6 @@ from cluster.replica.roles import ReplicaRole, RoleReport
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.tiers import offload_config
 from placement.cost import kv_budget, memory
-from placement.cost.activations import StepLimits
 from placement.layout import mesh
 from placement.model.spec import DTYPE_BYTES
 from placement.ownership.context import BLOCK_TOKENS
@@ -279,9 +278,8 @@ def _death(sentinels: list[ray.ObjectRef[Any]], dead: list[ray.ObjectRef[Any]]) 
 
 def _num_blocks(settings: ReplicaSettings, ranks: launch.ReplicaRanks) -> int:
     """Returns the number of KV blocks of every rank. Raises `MemoryBudgetError` if the memory does not suffice."""
-    limits = StepLimits(settings.max_batch_tokens, settings.max_sequences, settings.max_model_len)
     gathers = settings.device == "cpu"
-    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype, limits=limits, gathers=gathers)
+    needs = memory.rank_memories(settings.spec, settings.layout, settings.dtype, limits=settings.step_limits, gathers=gathers)
     free = [loaded.free_bytes for loaded in ranks.loaded if loaded.free_bytes is not None]
     return kv_budget.kv_blocks(needs, settings.kv_bytes, free, settings.max_model_len, settings.max_sequences)
 

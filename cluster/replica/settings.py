@@ -10,6 +10,7 @@ from actors.engine.config.options import EngineLimits
 from actors.wire.rank_config import Device
 from actors.wire.roles import Role
 from cluster.replica.options import ReplicaOptions
+from placement.cost.activations import StepLimits
 from placement.layout.layout import Layout
 from placement.model.spec import DType, ModelSpec
 
@@ -48,6 +49,11 @@ class ReplicaSettings(ReplicaOptions, EngineLimits):
     """Identifies the deployment. A restarted replica uses it to find out that there was a placement for it before."""
     start_timeout_s: float = 600.0
     """Seconds that the ranks may take to start and load. Not a user option; tests shorten it."""
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """The largest step of a rank, which determines the memory of its activations."""
+        return StepLimits(self.max_batch_tokens, self.max_sequences, self.max_model_len)
 
     @property
     def in_pool(self) -> bool:

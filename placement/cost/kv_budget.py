@@ -90,8 +90,8 @@ def share_of_node(cluster: ClusterSpec, devices: int, layout: Layout, host_cache
 
 
 def length_within(needs: Sequence[RankMemory], share: int, length: int) -> int:
-    """Returns the length in tokens of the longest sequence, at most `length`, whose KV fits beside weights and activations into the
-    `share` bytes of each rank.
+    """Returns the length in tokens of the longest sequence, at most `length`, whose KV fits beside weights and activations into
+    the `share` bytes of each rank.
 
     `needs` has the memory needs of every rank of a replica. Returns `length` itself if fewer than 1,024 tokens fit, which is
     too little to serve without being asked to: `rank_kv_bytes` then refuses it.
@@ -141,14 +141,14 @@ def host_bytes(
     rank: RankMemory, device: DeviceKind, kv_bytes: int | None, length: int, max_sequences: int, host_cache: int
 ) -> int:
     """Returns the bytes of host memory that a rank needs: for its process and its KV cache of `host_cache` bytes in host
-    memory, and on a CPU also for its weights and KV.
+    memory, and on a CPU also for its weights, activations and KV.
 
     `kv_bytes` is the KV cache of a CPU rank (None: 1 GiB), of which `max_sequences` sequences of `length` tokens may need less.
     """
     if device != "cpu":
         return _PROCESS_BYTES + host_cache
     most = max_sequences * rank.blocks_of(length) * rank.block_bytes
-    return _PROCESS_BYTES + host_cache + rank.weight_bytes + min(kv_bytes or CPU_KV_BYTES, most)
+    return _PROCESS_BYTES + host_cache + rank.fixed_bytes + min(kv_bytes or CPU_KV_BYTES, most)
 
 
 def require_host_cache(host_cache: int, devices: int, cluster: ClusterSpec) -> None:
