@@ -13,6 +13,7 @@ from math import isqrt
 from typing import Any
 
 from placement.layout.layout import Layout
+from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 
 
@@ -95,20 +96,33 @@ def nearest_expert_axes(asked: Layout, spec: ModelSpec, stage_ranks: int) -> dic
     `Layout` without `moe_tp`; `dispatch` is kept. Empty for a dense model; without `ep` if no size of it is legal."""
     if spec.moe is None:
         return {}
-    moe_dp = max(size for size in _divisors(stage_ranks) if size <= asked.moe_dp)
-    copies = stage_ranks // moe_dp
-    wanted = max(1, copies // asked.moe_tp) if "moe_tp" in asked.asked and asked.ep == 1 else asked.ep
-    legal = [
-        size
-        for size in _divisors(copies)
-        if size <= spec.moe.num_experts + min(asked.redundant_experts, most_redundant(spec, size))
-        and copies // size <= spec.moe.expert_size
-    ]
+    by_hand = "moe_tp" in asked.asked
+    sizes = [size for size in _divisors(stage_ranks) if size <= asked.moe_dp]
+
+    def kept(moe_dp: int, ep: int) -> int:
+        """How many of the requested axes, and redundant experts, are left."""
+        pairs = ((asked.moe_dp, moe_dp), (asked.ep, ep), (asked.moe_tp if by_hand else 1, stage_ranks // (moe_dp * ep)))
+        return sum(min(pair) > 1 for pair in pairs) + (asked.redundant_experts > 0 and ep > 1)
+
+    def wanted(moe_dp: int) -> int:
+        return max(1, stage_ranks // moe_dp // asked.moe_tp) if by_hand and asked.ep == 1 else asked.ep
+
+    legal = [(moe_dp, ep) for moe_dp in sizes for ep in _legal_ep(asked, spec.moe, stage_ranks // moe_dp)]
     if not legal:
-        return {"moe_dp": moe_dp, "dispatch": asked.dispatch}
-    ep = min(legal, key=lambda size: (abs(size - wanted), size))
+        return {"moe_dp": sizes[-1], "dispatch": asked.dispatch}
+    moe_dp, ep = min(legal, key=lambda pair: (-kept(*pair), -pair[0], abs(pair[1] - wanted(pair[0])), pair[1]))
     redundant = min(asked.redundant_experts, most_redundant(spec, ep))
     return {"moe_dp": moe_dp, "ep": ep, "redundant_experts": redundant, "dispatch": asked.dispatch}
+
+
+def _legal_ep(asked: Layout, moe: MoESpec, ranks: int) -> list[int]:
+    """Returns the sizes of ep with which `ranks` ranks can share one copy of the experts."""
+    return [
+        size
+        for size in _divisors(ranks)
+        if size <= moe.num_experts + min(asked.redundant_experts, moe.num_experts * (size - 1))
+        and ranks // size <= moe.expert_size
+    ]
 
 
 @lru_cache(maxsize=256)

@@ -1,9 +1,10 @@
 """Suggestions: the legal layouts nearest to an illegal one.
 
-The candidates are all (tp, pp) that suit the model and the cluster and use no more devices than the requested layout. They are
-combined with the requested cp and attn_dp or halves of these, every legal dcp if one was requested, the nearest legal expert
-axes, and as many of the requested replicas as fit. A candidate is suggested only if it passes every rule, so a suggestion is
-never refused.
+The candidates are all (tp, pp) that suit the model and the cluster and use no more devices than the requested axes need
+(`devices_of`). They are combined with the requested cp and attn_dp or halves of these, every legal dcp if one was requested,
+the nearest legal expert axes, and as many of the requested replicas as fit. A candidate is suggested only if it passes every
+rule, so a suggestion is never refused. Among those that pass, the ones that keep the most of the requested axes come first: an
+axis of at least 2 ranks is dropped only if no legal candidate has them all.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from placement.nodes.hardware import ClusterSpec
 
 
 def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> list[Layout]:
-    """Returns layouts for the model and the cluster (None: no limit by nodes) that resemble `asked` and use no more devices;
-    some may still break rules."""
-    stages = max(asked.pp, len(asked.stage_layers or ()))
-    devices = asked.replicas * stages * (asked.stage_ranks // asked.tp) * max(asked.tp, len(asked.tp_shares or ()))
+    """Returns layouts for the model and the cluster (None: no limit by nodes) that resemble `asked` and use no more devices
+    than its axes need; some may still break rules."""
+    devices = devices_of(asked, has_experts=spec.moe is not None)
     most_tp = min(spec.num_heads, *spec.widths.values(), spec.vocab_size, devices)
     if cluster is not None:
         most_tp = min(most_tp, cluster.largest_node.slots if cluster.largest_node else 0)
@@ -42,9 +42,37 @@ def candidates(asked: Layout, spec: ModelSpec, cluster: ClusterSpec | None) -> l
     return found
 
 
+def devices_of(asked: Layout, has_experts: bool = True) -> int:
+    """Returns the number of devices that the axes of `asked` need together, even if it is illegal because one of them is too
+    small for another: ``ep=2`` needs two, and so does ``sp=true``, though their tp is 1.
+
+    Axes of experts count only with `has_experts`. The number is never less than ``asked.devices``.
+    """
+    stages = max(asked.pp, len(asked.stage_layers or ()))
+    tp = max(asked.tp, len(asked.tp_shares or ()), asked.dcp, 2 if asked.sp else 1)
+    moe_tp = asked.moe_tp if "moe_tp" in asked.asked else 1
+    ep = max(asked.ep, 2 if asked.redundant_experts else 1)
+    experts = asked.moe_dp * ep * moe_tp if has_experts else 1
+    return asked.replicas * stages * max(asked.attn_dp * asked.cp * tp, experts)
+
+
+def kept_axes(asked: Layout, other: Layout) -> int:
+    """Returns how many of the requested axes the other layout has: those of at least 2 ranks in `asked` and in `other`, and
+    whether it has redundant experts and sequence parallelism where they were requested."""
+    sizes = sum(min(getattr(asked, axis), getattr(other, axis)) > 1 for axis in _AXES if axis in asked.asked)
+    extras = (asked.sp and other.sp, asked.redundant_experts and other.redundant_experts)
+    return sizes + sum(map(bool, extras))
+
+
+_AXES = ("replicas", "pp", "attn_dp", "cp", "tp", "dcp", "ep", "moe_dp", "moe_tp")
+
+
 def _halves(size: int) -> list[int]:
-    """Returns `size`, half of it (rounded down), and so on down to 1."""
-    return [size, *_halves(size // 2)] if size > 1 else [1]
+    """Returns `size`, half of it (rounded down), and so on down to 1, always with the 2 with which the axis remains."""
+    halves = [size]
+    while halves[-1] > 1:
+        halves.append(halves[-1] // 2)
+    return halves if size < 3 or 2 in halves else [*halves[:-1], 2, 1]
 
 
 def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator[Layout]:
@@ -59,14 +87,17 @@ def _with_context(candidate: Layout, asked: Layout, spec: ModelSpec) -> Iterator
 
 
 def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[Layout], bool]) -> list[Layout]:
-    """Returns at most two of the layouts `among` that satisfy `is_legal`: the one with the fewest changes from `asked`, and the
-    one that uses the most of its devices.
+    """Returns at most two of the layouts `among` that satisfy `is_legal`, of those that keep the most of the requested axes:
+    the one with the fewest changes from `asked`, and the one that uses the most of its devices.
 
     `field` is the field at fault, whose change does not count. The result is empty if none is legal.
     """
-    changes_least = sorted(among, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
+    changes_least = sorted(
+        among, key=lambda other: (-kept_axes(asked, other), _changes(asked, other, field), _distance(asked, other))
+    )
     uses_most = sorted(
-        among, key=lambda other: (asked.devices - other.devices, _dropped(asked, other), _distance(asked, other))
+        among,
+        key=lambda other: (-kept_axes(asked, other), -other.devices, _dropped(asked, other), _distance(asked, other)),
     )
     best = (next(filter(is_legal, ranked), None) for ranked in (changes_least, uses_most))
     return list(dict.fromkeys(layout for layout in best if layout is not None))

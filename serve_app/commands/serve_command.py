@@ -121,7 +121,7 @@ def _preflight(args: ServeArgs, address: str | None, shape: local.EmbeddedShape 
         with_ = "--address" if address is not None else "--device cuda"
         raise LayoutError(f"--nodes embeds CPU nodes on this machine and cannot be combined with {with_}: give one of them")
     alone = shape is not None or (address is None and not local.configured_address() and args.device != "cuda")
-    here = local.this_machine(pools.devices(args), shape) if alone else None
+    here = local.this_machine(pools.slots_for(args), shape) if alone else None
     try:
         served = pools.service(args, "cuda" if args.device == "cuda" else "cpu", here)
     except MemoryBudgetError as error:

@@ -16,6 +16,7 @@ from typing import Literal
 from actors.wire.roles import Role
 from cluster.replica.settings import ReplicaSettings
 from placement.layout.layout import Layout, LayoutError
+from placement.legality.suggestions import devices_of
 from placement.nodes.hardware import ClusterSpec
 from placement.ownership.handoff import Side, holdings
 from serve_app.deployment.deployment_names import ENGINE, MIXED, POOL_OF, PREFILL
@@ -71,6 +72,12 @@ def layouts(args: ServeArgs) -> dict[str, Layout]:
 def devices(args: ServeArgs) -> int:
     """Returns the total number of ranks in all replicas of all pools. Raises `LayoutError` as `layouts` does."""
     return sum(layout.devices for layout in layouts(args).values())
+
+
+def slots_for(args: ServeArgs) -> int:
+    """Returns the number of slots that the axes of all pools need, which is that of `devices` for legal layouts; for an illegal
+    one, so many that a layout with all its axes can be suggested. Raises `LayoutError` as `layouts` does."""
+    return sum(devices_of(layout) for layout in layouts(args).values())
 
 
 def service(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from placement.layout.layout import Layout, LayoutError
 from placement.layout.mesh import coords_of
 from placement.legality import rules
 from placement.legality.check import check, require
+from placement.legality.suggestions import devices_of
 from placement.model.moe_spec import MoESpec
 from placement.model.spec import ModelSpec
 from placement.nodes.hardware import ClusterSpec, NodeSpec
@@ -57,7 +60,7 @@ def test_a_dense_model_runs_in_dp_ranks() -> None:
         ("tp=4,ep=3", "ep", ["moe_dp=1 x ep=3", "the 4 ranks of a stage (attn_dp=1 x cp=1 x tp=4)"], "tp=4,ep=2"),
         ("tp=6,moe_dp=4", "moe_dp", ["moe_dp=4 x ep=1 does not divide the 6 ranks"], "tp=6,moe_dp=3"),
         ("tp=4,moe_tp=2", "moe_tp", ["moe_dp=1 x ep=1 x moe_tp=2 is 2 ranks", "the 4 ranks"], "tp=4,ep=2"),
-        ("tp=4,ep=4,moe_tp=2", "moe_tp", ["ep=4 x moe_tp=2 is 8 ranks"], "tp=4,ep=4"),
+        ("tp=4,ep=4,moe_tp=2", "moe_tp", ["ep=4 x moe_tp=2 is 8 ranks"], "tp=4,ep=2"),
         ("attn_dp=16,tp=1", "ep", ["moe_tp=16 is more than the 12 columns"], "attn_dp=16,ep=2"),
         ("attn_dp=12,ep=12", "ep", ["ep=12 is more than the 10 experts"], "attn_dp=12,ep=6"),
         (
@@ -66,7 +69,7 @@ def test_a_dense_model_runs_in_dp_ranks() -> None:
             ["10 experts and 1 redundant ones"],
             "attn_dp=12,ep=6,redundant_experts=1",
         ),
-        ("tp=2,redundant_experts=3", "redundant_experts", ["redundant_experts=3", "ep=1"], "tp=2"),
+        ("tp=2,redundant_experts=3", "redundant_experts", ["redundant_experts=3", "ep=1"], "tp=2,ep=2,redundant_experts=3"),
         (
             "tp=2,ep=2,redundant_experts=11",
             "redundant_experts",
@@ -165,3 +168,26 @@ def test_legal_means_the_grids_agree_and_nobody_is_without_an_expert(layout: Lay
     served = layout.ep <= EXPERTS.num_experts + layout.redundant_experts and layout.redundant_experts <= most
     fits = layout.tp <= 8 and layout.pp <= 4
     assert (not broken) == (fills and served and fits and layout.moe_tp <= EXPERTS.expert_size)
+
+
+_SIZES = (1, 2, 3)
+_KEPT = ("pp", "attn_dp", "cp", "tp", "ep", "moe_dp")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({}, optional={axis: st.sampled_from(_SIZES) for axis in _KEPT}))
+def test_a_suggestion_keeps_every_axis_that_was_asked_for_if_some_layout_can(asked: dict[str, int]) -> None:
+    layout = Layout(**asked)
+    violations = check(layout, SPARSE)
+    wanted = [axis for axis, size in asked.items() if size > 1]
+    most = devices_of(layout)
+
+    def keeps(other: Layout) -> bool:
+        return all(getattr(other, axis) > 1 for axis in wanted)
+
+    others = (dict(zip(_KEPT, sizes, strict=True)) for sizes in product(_SIZES, repeat=len(_KEPT)))
+    tried = (Layout(**other) for other in others if other["ep"] * other["moe_dp"] <= 12)
+    can = any(keeps(other) and other.devices <= most and not rules.broken(other, SPARSE, None) for other in tried)
+    for violation in violations if can else []:
+        found = [Layout.parse(text) for text in violation.suggestions]
+        assert any(map(keeps, found)), violation
