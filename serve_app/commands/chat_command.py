@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from serve_app.commands.endpoint_health import uses_proxy
+
 _TIMEOUT = httpx.Timeout(10.0, read=None)
 
 
@@ -25,7 +27,7 @@ def run_chat(url: str, *, system: str | None, max_tokens: int, temperature: floa
     messages = list(opening)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     console.print(f"Chatting with {url}. /new starts over, /quit (or Ctrl-D) ends.", style="dim")
-    with httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client:
+    with httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers, trust_env=uses_proxy(url)) as client:
         while (line := _ask(console)) is not None:
             if line == "/new":
                 messages = list(opening)
