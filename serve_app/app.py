@@ -35,7 +35,7 @@ from placement.checkpoint import header
 from placement.nodes.assignment import assign_replicas
 from serve_app.deployment.catalog import resolve
 from serve_app.deployment.deployment_names import ENGINE, INGRESS
-from serve_app.deployment.pools import Service, service
+from serve_app.deployment.pools import Service, layouts, service
 from serve_app.deployment.preflight import check_files
 from serve_app.deployment.served_model import ServedModel
 from serve_app.deployment.settings import ServeArgs, parse_args, read_api_keys
@@ -77,8 +77,9 @@ class Ingress:
             request_id_on_answers=False,
         )
         wait_s = args.replica_wait_s
-        self._pooled = PooledBackend(pools, wait_s, args.require_prefill) if known.in_pool else None
-        self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s)
+        deployed = sum(layout.replicas for layout in layouts(args).values())
+        self._pooled = PooledBackend(pools, wait_s, args.require_prefill, deployed) if known.in_pool else None
+        self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s, deployed)
 
     async def check_health(self) -> None:
         """Return once the first trial hand-off between the pools has ended, or after 60 s; at once if there are no pools.

@@ -59,7 +59,7 @@ def devices_of(asked: Layout, has_experts: bool = True) -> int:
 def kept_axes(asked: Layout, other: Layout) -> int:
     """Returns how many of the requested axes the other layout has: those of at least 2 ranks in `asked` and in `other`, and
     whether it has redundant experts and sequence parallelism where they were requested."""
-    sizes = sum(min(getattr(asked, axis), getattr(other, axis)) > 1 for axis in _AXES if axis in asked.asked)
+    sizes = sum(bool(min(getattr(asked, axis), getattr(other, axis)) > 1) for axis in _AXES if axis in asked.asked)
     extras = (asked.sp and other.sp, asked.redundant_experts and other.redundant_experts)
     return sizes + sum(map(bool, extras))
 

@@ -51,9 +51,10 @@ class Route:
 class HandleBackend:
     """Generates on the engine replicas behind a Serve handle, whose router chooses the replica."""
 
-    def __init__(self, engine: DeploymentHandle[Any], wait_s: float) -> None:
-        """`wait_s`: seconds that a request waits for a replica to accept it while none can."""
-        self._engine, self._wait_s = engine, wait_s
+    def __init__(self, engine: DeploymentHandle[Any], wait_s: float, deployed: int = 1) -> None:
+        """`wait_s`: seconds that a request waits for a replica to accept it while none can. `deployed`: number of replicas that
+        the service was deployed with, in all pools."""
+        self._engine, self._wait_s, self._deployed = engine, wait_s, deployed
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
@@ -145,14 +146,21 @@ class HandleBackend:
         return self._receiver
 
     async def health(self) -> Health:
-        """See `Backend.health`. Healthy while at least one replica is; otherwise the reason is that of the first unhealthy
-        one."""
+        """See `Backend.health`. Healthy while at least one replica is. The reason counts the replicas if some are missing or
+        unhealthy, and has that of the first unhealthy one."""
         answers = await broadcast(self._engine, "health")
         if not answers:
             return Health(ok=False, reason="no engine replica is running")
         well = sum(answer is None for answer in answers)
         reason = next((_health_text(answer) for answer in answers if answer is not None), "")
-        return Health(ok=well > 0, reason="" if well else reason, replicas=well)
+        return Health(ok=well > 0, reason=self._shortage(well, reason) if well else reason, replicas=well)
+
+    def _shortage(self, well: int, reason: str = "") -> str:
+        """Returns how many of the deployed replicas can serve, with the `reason`, if `well` are fewer than these; else an empty
+        text."""
+        if well >= self._deployed:
+            return ""
+        return f"{well} of {self._deployed} replicas can serve" + (f": {reason}" if reason else "; the others are not running")
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         """See `Backend.stats`. Replicas that do not answer are left out."""

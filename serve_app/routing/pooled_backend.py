@@ -47,9 +47,16 @@ class PooledRoute(Route):
 class PooledBackend(HandleBackend):
     """Generates on the replicas of several pools. Requests normally go to the first one."""
 
-    def __init__(self, pools: Mapping[str, DeploymentHandle[Any]], wait_s: float, require_prefill: bool = False) -> None:
-        """`wait_s`: see `HandleBackend`. `require_prefill`: whether to refuse requests while prompts are not handed off."""
-        super().__init__(next(iter(pools.values())), wait_s)
+    def __init__(
+        self,
+        pools: Mapping[str, DeploymentHandle[Any]],
+        wait_s: float,
+        require_prefill: bool = False,
+        deployed: int | None = None,
+    ) -> None:
+        """`wait_s` and `deployed` (default: one replica in each pool): see `HandleBackend`. `require_prefill`: whether to
+        refuse requests while prompts are not handed off."""
+        super().__init__(next(iter(pools.values())), wait_s, len(pools) if deployed is None else deployed)
         self._pool_members, self._requires = PoolMembers(pools), require_prefill
         self._prefill = PrefillReplicas(self._pool_members)
         self._handoff_probe = HandoffProbe(is_needed=len(pools) > 1)
@@ -67,7 +74,8 @@ class PooledBackend(HandleBackend):
 
     async def health(self) -> Health:
         """See `Backend.health`. Healthy while a replica accepts requests, and the hand-off between the pools has been tried,
-        and works or is not required. The reason also says if a hand-off that is not required fails."""
+        and works or is not required. The reason also says if a hand-off that is not required fails, or else if
+        replicas are missing or unhealthy."""
         self._watching()
         await self._pool_members.refresh()
         able = self._pool_members.able(WorkKind.REQUEST)
@@ -78,7 +86,9 @@ class PooledBackend(HandleBackend):
             return Health(ok=False, reason=next(iter(downs), "no engine replica is running"))
         failure = self._handoff_probe.failure
         ok = self._handoff_probe.is_tried and not (failure and self._requires)
-        return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else "", replicas=len(able))
+        reasons = [each.report.down for each in self._pool_members]
+        shortage = self._shortage(reasons.count(None), next(filter(None, reasons), ""))
+        return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else shortage, replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
         """See `Backend.gauges`. Returns the gauge that shows whether prompts are handed off: ``handoff_works``."""

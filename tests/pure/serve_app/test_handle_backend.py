@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from actors.engine.link.token_stream import ReplyTo, TokenSender
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from serve_app.routing.backend import BackendRefused
+from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.handle_backend import HandleBackend, _joined
 from tests.support.handles import Handle
 
@@ -129,3 +129,34 @@ class _Lost:
 async def test_health_names_what_was_lost_and_does_not_quote_ray() -> None:
     health = await HandleBackend(_Lost(), 1).health()  # type: ignore[arg-type]
     assert (health.ok, health.reason) == (False, "a replica does not answer: RayActorError")
+
+
+class _Answering:
+    """A handle whose replicas answer with these healths (None: healthy)."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+
+    def options(self, method_name: str) -> _Answering:
+        return self
+
+    def broadcast(self, _method: str) -> _Answering:
+        return self
+
+    async def results_async(self, **_limits: object) -> list[object]:
+        return self._answers
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([None, None, None], Health(True, "", 3)),
+        ([None, None], Health(True, "2 of 3 replicas can serve; the others are not running", 2)),
+        ([None, "rank 1 died", None], Health(True, "2 of 3 replicas can serve: rank 1 died", 2)),
+        ([RayActorError(), None], Health(True, "1 of 3 replicas can serve: a replica does not answer: RayActorError", 1)),
+        (["rank 1 died"], Health(False, "rank 1 died", 0)),
+        ([], Health(False, "no engine replica is running", 0)),
+    ],
+)
+async def test_health_says_which_replicas_are_missing(answers: list[object], expected: Health) -> None:
+    assert await HandleBackend(_Answering(*answers), 1, deployed=3).health() == expected  # type: ignore[arg-type]
