@@ -92,13 +92,12 @@ def nearest(asked: Layout, field: str, among: list[Layout], is_legal: Callable[[
 
     `field` is the field at fault, whose change does not count. The result is empty if none is legal.
     """
-    changes_least = sorted(
-        among, key=lambda other: (-kept_axes(asked, other), _changes(asked, other, field), _distance(asked, other))
-    )
-    uses_most = sorted(
-        among,
-        key=lambda other: (-kept_axes(asked, other), -other.devices, _dropped(asked, other), _distance(asked, other)),
-    )
+    by_kept: dict[int, list[Layout]] = {}
+    for other in among:
+        by_kept.setdefault(kept_axes(asked, other), []).append(other)
+    most = next((alike for _, alike in sorted(by_kept.items(), reverse=True) if any(map(is_legal, alike))), [])
+    changes_least = sorted(most, key=lambda other: (_changes(asked, other, field), _distance(asked, other)))
+    uses_most = sorted(most, key=lambda other: (-other.devices, _dropped(asked, other), _distance(asked, other)))
     best = (next(filter(is_legal, ranked), None) for ranked in (changes_least, uses_most))
     return list(dict.fromkeys(layout for layout in best if layout is not None))
 

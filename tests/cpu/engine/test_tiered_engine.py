@@ -94,10 +94,12 @@ def test_what_the_device_gave_up_comes_back_from_host_memory(family: str, layout
             events = [replica.submit(request(f"{turn}-{at}", text)) for at, text in enumerate(texts)]
             done = [replica.finish(each) for each in events]
             assert [event.tokens for event in done] == expected
-        assert sum(event.cached_tokens for event in done) >= 300
+        assert sum(event.cached_tokens for event in done) >= least
 
+    # Of 12 x 32 tokens in whole blocks; a DP rank that takes another prompt than before finds it in no tier of its own.
+    least = 100 if "attn_dp" in layout else 300
     stats = run(model, layout, engine, attach, work)
-    assert stats.tier_found_tokens >= 200
+    assert stats.tier_found_tokens >= least * 2 // 3
     assert stats.tier_hits["host"] > 0
     assert "shared" not in stats.tier_hits
 
