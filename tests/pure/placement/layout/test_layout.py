@@ -265,7 +265,7 @@ def test_no_suggestion_where_nothing_fits() -> None:
     assert all(violation.suggestions == () and "No layout" in violation.message for violation in violations)
 
 
-@quick
+@settings(quick, max_examples=40)
 @given(
     layouts,
     st.none() | st.lists(st.integers(0, 9), max_size=4).map(lambda slots: cluster(*slots)),
@@ -285,7 +285,7 @@ def test_every_suggestion_passes(
             assert check(Layout.parse(text), model, nodes) == []
 
 
-@quick
+@settings(quick, max_examples=40)
 @given(layouts, st.lists(st.integers(0, 9), max_size=4), st.integers(1, 12), st.integers(1, 12))
 def test_the_tp_sizes_said_to_work_do(layout: Layout, slots: list[int], layers: int, columns: int) -> None:
     model, nodes = toy(num_layers=layers, intermediate_size=columns), cluster(*slots)
