@@ -31,11 +31,11 @@ from cluster.embedded.local import EmbeddedShape, connect, disconnect
 from cluster.replica.placement_group import reserve
 from cluster.replica.settings import ReplicaSettings
 from cluster.replica.placement_wait import PlacementError
-from placement import checkpoint_header
+from placement.checkpoint import header
 from placement.layout.layout import Layout
 from pathlib import Path
 
-spec = checkpoint_header.read(Path({folder!r}))
+spec = header.read(Path({folder!r}))
 
 def asked(layout, **more):
     return ReplicaSettings(
