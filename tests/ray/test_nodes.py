@@ -38,9 +38,8 @@ from pathlib import Path
 spec = header.read(Path({folder!r}))
 
 def asked(layout, **more):
-    return ReplicaSettings(
-        model_path="", spec=spec, layout=Layout.parse(layout), device="cpu", dtype="bfloat16", max_model_len=10, **more
-    )
+    options = {{"device": "cpu", "dtype": "bfloat16", "max_model_len": 10, **more}}
+    return ReplicaSettings(model_path="", spec=spec, layout=Layout.parse(layout), **options)
 
 def refused(settings):
     began = time.monotonic()
