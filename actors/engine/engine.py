@@ -65,10 +65,11 @@ class Engine:
         self._loop.cancel(request_id)
 
     def on_ticket_event(self, event: TokenEvent) -> None:
-        """Handle an event of the prefill side, whose request id is the id of a KV transfer ticket of this engine. Returns at
-        once.
+        """Take an event about a KV transfer that this engine, on the decode side, waits for. The event's `request_id` is the
+        id of the transfer's ticket. Returns at once; the engine's thread handles the event before the next step.
 
-        A refusal event means that no prefill replica took the ticket. Does nothing if the ticket is done or unknown.
+        The event is a heartbeat, the first token, or the end. After a failure, or a refusal (no prefill replica took the
+        ticket), this engine computes the prompt itself. Does nothing if the ticket is done or unknown, or the engine is down.
         """
         self._loop.on_ticket_event(event)
 

@@ -125,7 +125,7 @@ class StepLoop:
                 self._changed.notify()
 
     def on_ticket_event(self, event: TokenEvent) -> None:
-        """See `Engine.on_ticket_event`."""
+        """See `Engine.on_ticket_event`. Does nothing once the loop has ended."""
         with self._changed:
             if self.ended is None:
                 self._ticket_events.append(event)

@@ -105,9 +105,9 @@ def flow(
     send: Callable[[StepPlan], None],
     receive: Callable[[], StepResult],
 ) -> list[StepResult]:
-    """Pass each plan to `send`, with at most `in_flight` plans not answered yet, and return what `receive` returned for each,
-    in order. The plans are sent as copies with step numbers from `first_step` on, and the last step answered before as
-    `settled`."""
+    """Pass a copy of each plan to `send`, with at most `in_flight` plans not answered yet, and return what `receive` returned
+    for each, in order. In the copies, `step` counts from `first_step` on, and `settled` is the last step answered so far.
+    """
     results: list[StepResult] = []
     for number, plan in enumerate(plans):
         if number - len(results) >= in_flight:

@@ -51,7 +51,9 @@ def unpack_start(data: bytes) -> tuple[Start, Routes | None]:
 
 
 def pack_records(records: Sequence[StepRecord]) -> bytes:
-    """Returns the body of a `RECORDS` message: the keys of the records in msgpack, their tensors in safetensors."""
+    """Returns the body of a `RECORDS` message, which `unpack_records` reads: the records in msgpack, with all their tensors as
+    one safetensors byte string.
+    """
     tensors: dict[str, Tensor] = {}
     heads = []
     for at, record in enumerate(records):

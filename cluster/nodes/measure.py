@@ -21,11 +21,12 @@ class MeasureError(RuntimeError):
 
 
 def measure(cluster: ClusterSpec, pairs: bool) -> ClusterSpec:
-    """Measure links of the connected Ray cluster, and return a copy of `cluster` that contains them.
+    """Measure links of the connected Ray cluster, and return a copy of `cluster` with them instead of its earlier links.
 
-    The links between the GPUs of a node are read from ``nvidia-smi``. With `pairs`, the links between every two nodes are
-    measured too, which takes about half a second each and sends up to 256 MiB over it. Starts a Ray actor on each node that
-    takes part, and kills it at the end. Raises `MeasureError` if a node fails or does not answer in time.
+    The kind of link between the GPUs of a node (NVLink or PCIe) is read from ``nvidia-smi``. With `pairs`, latency and
+    bandwidth between every two nodes are measured too, one pair at a time: about half a second and up to 256 MiB for each; if
+    no node names a domain, fast domains are set from the results. Starts a Ray actor on each node that takes part, and kills
+    it at the end. Raises `MeasureError` if a node fails or does not answer in time.
     """
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     probes = {node.name: _probe(node, hosts[node.id]) for node in cluster.nodes if pairs or node.kind == "cuda"}

@@ -109,7 +109,9 @@ class DispatchTraffic:
 
     @property
     def num_own(self) -> int:
-        """Number of tokens that this rank contributes."""
+        """Number of tokens of the step that this rank dispatches in each MoE layer: its part of its DP rank's new tokens,
+        which the cp and tp ranks split so that each token belongs to one rank.
+        """
         return self.own_tokens[world_rank(self.layout, self.coords) % self.copy_ranks]
 
     def bytes_of(self, rows: int) -> int:

@@ -28,11 +28,12 @@ def partition(total: int, parts: int, shares: Shares = None) -> list[range]:
 
 
 def counts(total: int, parts: int, shares: Shares = None) -> list[int]:
-    """Returns the number of items, `total` in all, of each of `parts` parts: its quota rounded down or up, by largest
-    remainder, lower parts first.
+    """Returns the number of items of each of `parts` parts, `total` in all: its quota rounded down, or up for the largest
+    remainders (on a tie, the lower part).
 
-    Quotas are equal, or in proportion to `shares` (one per part). With shares every part gets at least one item (`total` must
-    be at least `parts`): a part whose quota is below one gets one, and the others share the rest.
+    Without `shares` the quotas are equal, and parts may be empty. With `shares` (one per part) they are in proportion, and
+    every part gets at least one item (`total` must be at least `parts`): parts with quotas below one get one, and the quotas
+    of the others are taken from the rest.
     """
     if shares is None:
         return [total // parts + (part < total % parts) for part in range(parts)]

@@ -118,8 +118,9 @@ def dcp_groups_share_a_kv_head(layout: Layout, spec: ModelSpec) -> Iterator[Brok
 
 
 def a_style_needs_cp(layout: Layout, spec: ModelSpec) -> Iterator[Broken]:
-    """Checks that `cp_style` is set only with context parallelism, since it would have no effect otherwise; yields the field at
-    fault and a sentence if not."""
+    """Checks that `cp_style` is the default, ``ring``, without context parallelism (``cp=1``), where it would have no effect;
+    yields the field at fault and a sentence if not.
+    """
     if layout.cp_style != "ring" and layout.cp == 1:
         yield "cp_style", f"cp_style={layout.cp_style} says how cp ranks exchange keys and values, but cp=1"
 

@@ -48,8 +48,9 @@ class WaitingQueue:
     def first(self, now: float) -> Sequence | None:
         """Return the sequence to admit next, or None if the queue is empty. The sequence stays in the queue.
 
-        `now`, in seconds on the engine's clock, decides which sequences are overdue; they are marked so. The cost is one
-        comparison per (priority, tenant).
+        Overdue sequences, which arrived at least `overdue_after_s` before `now` (seconds on the engine's clock), come first,
+        the oldest first. Then follow: lower `priority`, preempted ones, the tenant served the fewest tokens, earlier arrival.
+        Only the head of each (priority, tenant) is compared; it is marked overdue if it is.
         """
         return min((queue[0] for queue in self._queues.values()), key=lambda head: self._key(head, now), default=None)
 

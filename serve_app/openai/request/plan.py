@@ -55,12 +55,12 @@ class Origin:
 def plan(
     model: ServedModel, settings: ApiSettings, fields: GenerationFields, asked: Asked, prompts: list[Prompt], origin: Origin
 ) -> list[ChoiceRequest]:
-    """Returns the engine requests of an answer, one for each choice, by index: ``n`` for each of `prompts`, with successive
-    seeds.
+    """Returns the engine requests of an answer, one for each choice, by index: ``n`` for each of `prompts`, with the seeds s,
+    s+1, … for each prompt (s is random if not given).
 
     `asked` are the fields that the two endpoints name differently, and `origin` is the request's id and time limit. Fewer
     tokens are generated than requested if the context has no room for more. Raises `ApiError` (400) if a prompt fills the
-    context, or fields are out of range or contradict each other.
+    context, or fields are out of range, contradict each other or are not supported by the model.
     """
     _check(model, settings, fields, asked, len(prompts))
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
