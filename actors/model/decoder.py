@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from actors.groups.group import Group
 from actors.model.attention.backend import AttentionBackend
 from actors.model.build import Builder
+from actors.model.decode_programs import DecodePrograms
 from actors.model.kv.kv_cache import KVCache
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
@@ -70,6 +71,7 @@ class Decoder(nn.Module):
             for layer, built in zip(own.layers, self.layers.values(), strict=True)
             if isinstance(built.mlp, MixtureOfExperts)
         }
+        self._programs = DecodePrograms(self.layers, attention)
         self._none = torch.empty((0, spec.hidden_size), dtype=dtype, device=device)
 
     @torch.inference_mode()
@@ -82,9 +84,14 @@ class Decoder(nn.Module):
         all that the next stage needs from this rank.
         """
         region, rotations = self.regions.of(batch.query_lens), [rope.of(batch) for rope in self._ropes]
-        paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
-        step = Step(rotations, paged, region, self.exchanges.of(batch.new_lens_across_dp, batch.copy_offset))
+        exchange = self.exchanges.of(batch.new_lens_across_dp, batch.copy_offset)
         hidden = self.embed(batch.token_ids, hidden, region)
+        if self._programs.takes(batch, hidden, rotations, region):
+            out = self._programs.run(batch, hidden, rotations, cache.parts, region, exchange)
+            if out is not None:
+                return self._leave(out, region)
+        paged = {kind: Paged(part, self._attention.prepare(batch, part)) for kind, part in cache.parts.items()}
+        step = Step(rotations, paged, region, exchange)
         for layer in self.layers.values():
             hidden = layer(hidden, step)
         return self._leave(hidden, region)

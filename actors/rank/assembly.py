@@ -26,6 +26,8 @@ from actors.model.attention_selection import choose, choose_latent, choose_parti
 from actors.model.checkpoint.load import LoadProgress, OnFilled, load
 from actors.model.checkpoint.open_source import open_source
 from actors.model.decoder import Decoder
+from actors.model.kernels.linear import pack_weights
+from actors.model.kernels.native import library as native
 from actors.model.kv.kv_caches import KVCaches
 from actors.model.latent.backend import LatentBackend
 from actors.model.latent.context import ContextLatent
@@ -89,6 +91,8 @@ def load_decoder(
     Raises `ModelError` if the model cannot be served or the checkpoint does not fit it.
     """
     own, dtype, device = identity.shard, DTYPES[config.dtype], torch.device(config.device)
+    if device.type == "cpu":
+        native.start()
     backend = _attention(config, identity, groups)
     scatter_from = sequence_parallel.scatter_from(config.layout)
     moe_exchanges = exchanges(config.spec, identity, groups, dtype.itemsize, device)
@@ -98,6 +102,8 @@ def load_decoder(
         load(dict(decoder.named_parameters()), config.spec, own, source, progress, on_filled)
     finally:
         source.close()
+    native.wait()
+    pack_weights(decoder)
     return decoder
 
 

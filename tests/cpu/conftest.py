@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.model.kernels.native import library
+
 _CASES = 3
 """Cases of one test that `make test` runs: the first ones. Those marked `long` do not count."""
 
@@ -22,3 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen[test] += 1
         if seen[test] > _CASES:
             item.add_marker("long")
+
+
+def pytest_sessionstart() -> None:
+    """Use the CPU kernels that ``tests/conftest.py`` has chosen, in tests that build layers without a rank as well."""
+    library.start()

@@ -27,6 +27,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "groups/shared_memory": "Collectives among processes of one host, over shared memory.",
         "groups/distributed": "Collectives over torch.distributed: NCCL between GPUs, gloo between CPUs of any hosts.",
         "sampling": "Sampling: each rank has a slice of the vocabulary's logits, and all ranks choose the same token.",
+        "model/kernels/native": "Kernels in C++ for CPUs, compiled on the machine that runs them.",
         "model/kernels": "Matrix products, tuned for each device.",
         "model/kv": "The paged KV cache of one rank.",
         "model/step": "State that the layers of one step share: the batch, rotary embeddings, sequence-parallel regions.",

@@ -13,20 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from actors.model.kernels.linear import linear
+from actors.model.kernels.linear import linear, num_outputs
 
 _ALIGNMENT = 16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return ``x[i] @ weight[e].T`` [rows, outputs], where e is the expert of row i, for `x` [rows, inputs], sorted by expert,
-    and `weight` [experts, outputs, inputs].
+    and `weight` [experts, outputs, inputs], which may be packed (`pack_weights`).
 
     `ends` [experts] (int64) holds one past the last row of each expert.
     """
     if x.device.type == "cuda" and x.dtype is torch.bfloat16 and _aligned(weight):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
-    out = x.new_empty(x.shape[0], weight.shape[1])
+    out = x.new_empty(x.shape[0], num_outputs(weight))
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:

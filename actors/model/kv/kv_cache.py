@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from actors.model.kernels.native.library import library
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
 
@@ -185,8 +186,12 @@ class KVCache:
 
         A cache of latents stores `k` and ignores `v`.
         """
+        native = library(k)
         for plane, x in zip(self.plane_runs(layer), (k, v), strict=False):
-            plane.index_copy_(1, slots, x.transpose(0, 1))
+            if native is not None:
+                native.write_plane(x, slots, plane)
+            else:
+                plane.index_copy_(1, slots, x.transpose(0, 1))
 
     def write_kv(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store `kv` [tokens, kv_heads, ...], keys and values in the form that `joined` returns, in the layer `layer` at

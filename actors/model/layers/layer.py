@@ -5,17 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from actors.groups.group import Group
 from actors.model.attention.backend import AttentionBackend
 from actors.model.attention.params import AttentionParams
+from actors.model.kernels.elementwise import plus
 from actors.model.layers.layers import (
     ColumnParallel,
     RowParallel,
 )
 from actors.model.layers.qk_norm import WidthNorm, mean_squares
+from actors.model.step.rope import Rotate
 from actors.model.step.step import Step
 from placement.model.spec import ModelSpec
 from placement.ownership.shard import Shard
@@ -40,8 +41,8 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, step: Step) -> Tensor:
         """Return the hidden states after this layer. `hidden` and the result are this rank's part of [tokens, hidden]
         (`Region`). Writes the step's keys and values to the cache of `step`. A collective of the tp group."""
-        hidden = hidden + self.attn_out_norm(self.attn(self.input_norm(hidden), step))
-        return hidden + self.mlp_out_norm(self.mlp(self.post_norm(hidden), step))  # type: ignore[no-any-return]
+        hidden = plus(hidden, self.attn_out_norm(self.attn(self.input_norm(hidden), step)))
+        return plus(hidden, self.mlp_out_norm(self.mlp(self.post_norm(hidden), step)))
 
 
 class GroupedAttention(nn.Module):
@@ -60,8 +61,8 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.qkv, self.o, self.sinks = qkv, o, params.sinks
         self.params, self._rope, self._backend = params, rope, backend
-        self._kind = spec.kind_of(params.layer)
-        kind, (q_heads, kv_heads) = spec.kinds[self._kind], own.heads[self._kind]
+        self.kind = spec.kind_of(params.layer)
+        kind, (q_heads, kv_heads) = spec.kinds[self.kind], own.heads[self.kind]
         self._q_heads, self._kv_heads = len(q_heads), len(kv_heads)
         self._key_dim, self._value_dim = kind.key_dim, kind.value_dim
 
@@ -71,14 +72,14 @@ class GroupedAttention(nn.Module):
         projected, rotated = self.qkv(x, step.region), self._q_heads + self._kv_heads
         qk, v = projected.tensor_split((rotated * self._key_dim,), 1)
         qk, v = qk.view(-1, rotated, self._key_dim), self._valued(v.view(-1, self._kv_heads, self._value_dim))
-        q, k = self._split(step.rotations[self._rope](self._normed(qk)))
-        paged = step.paged[self._kind]
+        q, k = self._rotated(qk, step.rotations[self._rope])
+        paged = step.paged[self.kind]
         out = self._backend.attend(q, k, v, paged.cache, paged.plan, self.params)
         return self.o(out.flatten(1), step.region)  # type: ignore[no-any-return]
 
-    def _normed(self, qk: Tensor) -> Tensor:
-        """Return query and key heads [tokens, q_heads + kv_heads, head_dim] as they enter the rotation."""
-        return qk
+    def _rotated(self, qk: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Return the rotated queries and keys of `qk`, the query and key heads [tokens, q_heads + kv_heads, head_dim]."""
+        return self._split(rotate(qk))
 
     def _valued(self, v: Tensor) -> Tensor:
         """Return value heads [tokens, kv_heads, value_dim] as they are cached."""
@@ -106,9 +107,9 @@ class NormedAttention(GroupedAttention):
         super().__init__(*parts)
         self.q_norm, self.k_norm = q_norm, k_norm
 
-    def _normed(self, qk: Tensor) -> Tensor:
+    def _rotated(self, qk: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
         q, k = self._split(qk)
-        return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        return rotate(self.q_norm(q)), rotate(self.k_norm(k))
 
 
 class WidthNormedAttention(GroupedAttention):
@@ -119,7 +120,7 @@ class WidthNormedAttention(GroupedAttention):
         self.q_norm, self.k_norm = q_norm, k_norm
         self._mean_squares = partial(mean_squares, spec=spec, own=own, group=group)
 
-    def _normed(self, qk: Tensor) -> Tensor:
+    def _rotated(self, qk: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
         q, k = self._split(qk)
         q_mean, k_mean = self._mean_squares(q, k)
-        return torch.cat((self.q_norm(q, q_mean), self.k_norm(k, k_mean)), 1)
+        return rotate(self.q_norm(q, q_mean)), rotate(self.k_norm(k, k_mean))

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.model.kernels.linear import linear
+from actors.model.kernels.elementwise import plus
+from actors.model.kernels.linear import embedding, linear
+from actors.model.kernels.native.library import library
 from actors.model.step.regions import Region
 from actors.model.step.step import Step
 
 
 class ColumnParallel(nn.Module):
     """A linear layer that holds some output rows of a matrix: ``[tokens, inputs] -> [tokens, own outputs]``."""
+
+    linear_weights = ("weight",)
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -41,6 +45,8 @@ class RowParallel(nn.Module):
     The bias is added once, after the sum: every rank holds all of it.
     """
 
+    linear_weights = ("weight",)
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -49,7 +55,7 @@ class RowParallel(nn.Module):
         """Return this rank's part in `region` of the outputs summed over the tp ranks, [tokens, outputs], plus the bias, from
         `x` [tokens, own inputs]."""
         total = region.sum(linear(x, self.weight))
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else plus(total, self.bias.expand_as(total))
 
 
 class RMSNorm(nn.Module):
@@ -61,6 +67,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` normed over its last dimension (RMS) and multiplied by the weight: same shape and dtype."""
+        native = library(x)
+        if native is not None:
+            return native.rms_norm(x, self.weight, self._eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
@@ -92,12 +101,20 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """Return the output of the MLP. `x` and the result are this rank's part of [tokens, hidden] in the region of `step`. A
         collective of the tp group."""
-        gate, up = self.gate_up(x, step.region).chunk(2, -1)
-        return self.down(self._activation(gate).mul_(up), step.region)  # type: ignore[no-any-return]
+        return self.down(self._gated(self.gate_up(x, step.region)), step.region)  # type: ignore[no-any-return]
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        native = library(gate_up) if self._activation is F.silu else None
+        if native is not None:
+            return native.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return self._activation(gate).mul_(up)
 
 
 class VocabularyEmbedding(nn.Module):
     """Holds the embedding rows of the token ids in `vocab`: ``[tokens] -> [tokens, hidden]``, summed over the ranks."""
+
+    embedding_weights = ("weight",)
 
     def __init__(self, weight: nn.Parameter, vocab: range) -> None:
         super().__init__()
@@ -108,7 +125,7 @@ class VocabularyEmbedding(nn.Module):
         `received` is unused: it is the output of an earlier stage, and the first stage has none."""
         own = token_ids - self._vocab.start
         elsewhere = (own < 0) | (own >= len(self._vocab))
-        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        rows = embedding(own.masked_fill(elsewhere, 0), self.weight)
         return region.sum(rows.masked_fill_(elsewhere[:, None], 0))
 
 
@@ -129,6 +146,8 @@ class VocabularyHead(nn.Module):
 
     Ids from `vocab_size` on are padding. Their logits are -inf, so that no sampler can choose them.
     """
+
+    linear_weights = ("weight",)
 
     def __init__(self, weight: nn.Parameter, vocab: range, vocab_size: int) -> None:
         super().__init__()

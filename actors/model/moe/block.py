@@ -75,6 +75,8 @@ class MixtureOfExperts(nn.Module):
 class SharedExpert(nn.Module):
     """A gated MLP that every token goes through. It returns partial sums over this rank's columns."""
 
+    linear_weights = ("gate_up", "down")
+
     def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, gated: Gated) -> None:
         super().__init__()
         self.gate_up, self.down, self._gated = gate_up, down, gated

@@ -39,7 +39,10 @@ def clamped_swiglu(limit: float, alpha: float) -> Gated:
 
 
 class Experts(nn.Module):
-    """Stacked experts: `gate_up` [slots, 2 * columns, hidden], `down` [slots, hidden, columns], biases [slots, outputs]."""
+    """Stacked experts: `gate_up` [slots, 2 * columns, hidden], `down` [slots, hidden, columns], biases [slots, outputs]. The
+    weights may be packed (`actors.model.kernels.linear.pack_weights`), alike on all ranks that move experts to each other."""
+
+    linear_weights = ("gate_up", "down")
 
     def __init__(
         self,

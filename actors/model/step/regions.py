@@ -23,6 +23,7 @@ from typing import Protocol
 from torch import Tensor
 
 from actors.groups.group import Group
+from actors.model.kernels.native.program import in_program
 from placement.layout import sequence_parallel
 from placement.layout.partition import partition
 
@@ -66,7 +67,7 @@ class Replicated:
 
     def sum(self, partial: Tensor) -> Tensor:
         """See `Region.sum`."""
-        return self._tp.all_reduce(partial)
+        return in_program(self._tp.all_reduce, partial) if self._tp.size > 1 else self._tp.all_reduce(partial)
 
     def slice(self, hidden: Tensor) -> Tensor:
         """See `Region.slice`."""

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.model.kernels.native.library import library
 from actors.model.step.batch import Batch
 from actors.model.step.rope_frequencies import dynamic_frequencies, inverse_frequencies, long_frequencies, original_max_position
 from placement.model.spec import RopeSpec
@@ -37,6 +38,9 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate `x` [tokens, heads, head_dim] and keep its dtype. Rolling by half a head swaps the halves."""
+        native = library(x)
+        if native is not None:
+            return native.rotate(x, self.cos, self.sin)
         swapped = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
 

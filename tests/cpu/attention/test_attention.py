@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from actors.model.attention.cpu.backend import CpuAttention
-from actors.model.attention.cpu.decode import plan_decode
+from actors.model.attention.cpu.decode import bucketed
 from actors.model.attention.cpu.flash import flash, flash_with_lse
 from actors.model.attention.cuda.choose import choose_cuda
 from actors.model.attention.cuda.gather import GatherAttention
+from actors.model.attention.decode_row import decode_rows
 from actors.model.attention.merge import merge
 from actors.model.attention.params import AttentionParams
 from actors.model.attention_selection import choose
@@ -153,7 +154,7 @@ def test_rows_of_unlike_length_are_not_padded_to_each_other() -> None:
     cache = KVCache(range(1), 1, 3000, 16, 8, torch.float32)
     lengths = [4000, 3900, 3100, 1000, 900, 40, 30, 3]
     batch = decode_batch(lengths, 16)
-    buckets = plan_decode(batch, cache, None)
+    buckets = bucketed(decode_rows(batch, 16, None), cache)
     sizes = sorted(bucket.keys.batch * bucket.keys.blocks if isinstance(bucket.keys, Gather) else 0 for bucket in buckets)
     padded, needed = sum(sizes), sum(-(-length // 16) for length in lengths)
     assert len(buckets) == 3
@@ -165,7 +166,7 @@ def test_every_decode_row_is_in_one_bucket() -> None:
     rng = random.Random(0)
     for window in (None, 100):
         lengths = [rng.choice([1, 15, 16, 17, 300, 2000]) for _ in range(40)]
-        rows = [bucket.rows for bucket in plan_decode(decode_batch(lengths, 16), cache, window)]
+        rows = [bucket.rows for bucket in bucketed(decode_rows(decode_batch(lengths, 16), 16, window), cache)]
         tokens = [t for row in rows for t in (range(row.start, row.stop) if isinstance(row, slice) else row.tolist())]
         assert sorted(tokens) == list(range(40))
 

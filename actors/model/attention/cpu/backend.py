@@ -1,4 +1,5 @@
-"""The paged attention backend of CPUs, on top of torch's flash-attention operator, which has no page tables itself.
+"""The paged attention backend of CPUs: a compiled kernel that reads pages in place for decode rows, and torch's flash-attention
+operator, which has no page tables, for prefill, and for all rows where there is no compiled kernel.
 
 A step becomes a few tasks (buckets of decode rows, prefill chunks). They are planned once a step for each sliding window that a
 model uses, and shared by all layers with that window.
@@ -9,12 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from actors.model.attention.cpu.decode import DecodeBucket, plan_decode
+from actors.model.attention.cpu.paged import PagedDecode
 from actors.model.attention.cpu.prefill import WholeChunk, WindowBlock, plan_prefill
 from actors.model.attention.params import AttentionParams
 from actors.model.kv.kv_cache import KVCache
 from actors.model.step.batch import Batch
 
-Task = DecodeBucket | WholeChunk | WindowBlock
+Task = PagedDecode | DecodeBucket | WholeChunk | WindowBlock
 
 
 class CpuPlan:

@@ -12,17 +12,19 @@ view of the cache; splitting larger buckets into such views was slower than the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actors.model.attention.cpu.flash import flash, flash_with_lse
-from actors.model.attention.decode_row import DecodeRow, decode_row
+from actors.model.attention.cpu.paged import PagedDecode, token_rows
+from actors.model.attention.decode_row import DecodeRow, decode_rows
 from actors.model.attention.params import AttentionParams
+from actors.model.kernels.native.library import library
 from actors.model.kv.kv_cache import KVCache
-from actors.model.kv.pages import Gather, Source, consecutive, source
+from actors.model.kv.pages import Gather, Source, source
 from actors.model.step.batch import Batch
 from placement.cost.activations import GATHERED_TOKENS
 
@@ -72,10 +74,19 @@ class DecodeBucket:
         return out.reshape(rows, heads, values.shape[3]), lse.reshape(rows, heads)
 
 
-def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> list[DecodeBucket]:
-    """Return buckets (one kernel call each) that together cover every sequence of `batch` with one query token, under the
-    sliding `window` (tokens; None: all)."""
-    return bucketed(_rows(batch, cache.block_size, window), cache)
+def plan_decode(batch: Batch, cache: KVCache, window: int | None) -> Sequence[PagedDecode | DecodeBucket]:
+    """Return kernel calls that together cover every sequence of `batch` with one query token, under the sliding `window`
+    (tokens; None: all)."""
+    return decode_tasks(list(decode_rows(batch, cache.block_size, window)), cache)
+
+
+def decode_tasks(rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedDecode | DecodeBucket]:
+    """Return kernel calls that together cover all `rows`, each of which must see at least one key in the pages of `cache`: one
+    call of the compiled kernel, or buckets if there is none."""
+    native = library(cache)
+    if native is None or not rows:
+        return bucketed(rows, cache)
+    return [PagedDecode.of(rows, cache.device)]
 
 
 def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
@@ -83,16 +94,6 @@ def bucketed(rows: Iterable[DecodeRow], cache: KVCache) -> list[DecodeBucket]:
     least one key in the pages of `cache`."""
     longest_first = sorted(rows, key=lambda row: -len(row.blocks))
     return [_merge_rows(bucket, cache) for bucket in _bucket(longest_first, cache.block_size)]
-
-
-def _rows(batch: Batch, block_size: int, window: int | None) -> Iterator[DecodeRow]:
-    token = 0
-    for queries, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-        if queries == 1:
-            stop = context + 1
-            first = 0 if window is None else max(0, stop - window)
-            yield decode_row(token, table, first, stop, block_size)
-        token += queries
 
 
 def _bucket(rows: list[DecodeRow], block_size: int) -> list[list[DecodeRow]]:
@@ -119,7 +120,7 @@ def _merge_rows(bucket: list[DecodeRow], cache: KVCache) -> DecodeBucket:
     tables = [row.blocks + row.blocks[-1:] * (longest - len(row.blocks)) for row in bucket]
     keys = longest * cache.block_size
     return DecodeBucket(
-        _token_rows([row.token for row in bucket], cache.device),
+        token_rows([row.token for row in bucket], cache.device),
         Gather(cache, tables, 0, keys),
         _mask(bucket, keys, cache.device),
     )
@@ -131,10 +132,3 @@ def _mask(bucket: list[DecodeRow], keys: int, device: torch.device) -> Tensor:
     stop = torch.tensor([[row.stop] for row in bucket], device=device)
     visible = (at >= first) & (at < stop)
     return torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)[:, None, None]
-
-
-def _token_rows(tokens: list[int], device: torch.device) -> slice | Tensor:
-    """Return a slice if the tokens are consecutive (a view, no copy), else their indices."""
-    if consecutive(tokens):
-        return slice(tokens[0], tokens[-1] + 1)
-    return torch.tensor(tokens, device=device)

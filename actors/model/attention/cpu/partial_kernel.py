@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.model.attention.cpu.decode import bucketed
+from actors.model.attention.cpu.decode import decode_tasks
 from actors.model.attention.cpu.flash import flash_with_lse
 from actors.model.attention.decode_row import DecodeRow
 from actors.model.attention.params import AttentionParams
@@ -15,7 +15,8 @@ from actors.model.kv.kv_cache import KVCache
 
 
 class CpuPartial:
-    """The CPU `PartialKernel`: torch's flash-attention operator, and buckets of gathered pages."""
+    """The CPU `PartialKernel`: torch's flash-attention operator, and a compiled kernel or buckets of gathered pages for decode
+    rows."""
 
     name = "torch flash (CPU)"
 
@@ -33,4 +34,4 @@ class CpuPartial:
 
     def decode(self, rows: Sequence[DecodeRow], cache: KVCache) -> Sequence[PagedTask]:
         """See `PartialKernel.decode`."""
-        return bucketed(rows, cache)
+        return decode_tasks(rows, cache)
