@@ -22,7 +22,7 @@ from actors.engine.batching.bubble import BubbleMeter
 from actors.engine.batching.dp_rank import dp_ranks_of
 from actors.engine.config.engine_config import EngineConfig
 from actors.engine.config.stats import EngineStats
-from actors.engine.disaggregation.handoffs import Handoffs
+from actors.engine.disaggregation.engine_kv_connector import EngineKVConnector
 from actors.engine.eplb import ExpertBalancer
 from actors.engine.link.link import LinkError, LinkTimeout, RankLink
 from actors.engine.scheduler import Scheduler
@@ -57,7 +57,7 @@ class StepLoop:
         self._link = link
         self._clock = clock
         dp_ranks = dp_ranks_of(config)
-        self._handoffs = Handoffs(config, dp_ranks)
+        self._handoffs = EngineKVConnector(config, dp_ranks)
         self._scheduler = Scheduler(config, dp_ranks, self._handoffs if config.moves_kv else None)
         self._balancer = ExpertBalancer(config.experts) if config.experts is not None else None
         self._event_delivery = EventDelivery(flush)

@@ -1,7 +1,8 @@
 """The collectives interface of a layer: the ranks along one parallel axis that it communicates with.
 
 A layer receives a group and has no other access to other ranks. All ranks of a group call the same operations in the same
-order. Sums are computed in rank order with fp32 accumulation, so that a layout gives the same bits in every run.
+order. Sums are computed in rank order with fp32 accumulation, so that a layout gives the same bits in every run. The expert
+all-to-all of expert parallelism, which uses these, is `actors.model.moe.dispatch`.
 """
 
 from __future__ import annotations

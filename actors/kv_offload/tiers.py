@@ -1,4 +1,4 @@
-"""The KV offload tiers behind the device's pages: host memory, then a shared tier.
+"""The KV offload tiers behind the device's pages: host (CPU) memory, then a shared tier (disk).
 
     keep   ──→ host memory ───────────────────────→ evicted when it is full
     share  ──→ (a thread) ──→ shared tier ──→ ...

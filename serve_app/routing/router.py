@@ -1,5 +1,5 @@
 """Request router of Ray Serve: the preferred replica of a request, else the one with the fewest requests, except those that
-have just refused it.
+have just refused it. With several pools, `pooled_backend.py` chooses the preferred replica.
 
 Ray Serve sends this module to every caller by value, so it stays small and imports nothing of this project.
 """

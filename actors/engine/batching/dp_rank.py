@@ -2,7 +2,8 @@
 
 A DP rank has its own devices, so all limits apply to each DP rank separately: KV blocks and the prefix cache in them, the
 tokens of a step, the running sequences, and the choice of a victim when blocks run out. Without DP attention there is one DP
-rank.
+rank. In the model, DP ranks meet at the experts (`actors.model.moe.dispatch_selection`); their groups are in
+`placement.layout.mesh`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     running ──save──→ blocks of computed tokens go to the KV tiers
     running ──started … finish──→ blocks of a whole prompt go to a decode pool; its last event waits until they are sent
 
-`Handoffs` implements it for pools and KV tiers, and `NoKVConnector` for an engine that has neither.
+`engine_kv_connector.py` implements it for pools and KV tiers, and `NoKVConnector` for an engine that has neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The block manager of one DP rank: allocation, reference counts, prefix-cache lookup and LRU eviction of KV blocks.
+"""The block manager (`BlockPool`) of one DP rank: allocation, reference counts, prefix-cache lookup, and LRU eviction.
 
           allocate                       free (last reference)
     blank ────────→ in use (refs > 0) ──────────────────────→ cached, if registered  (least recent first)

@@ -1,4 +1,4 @@
-"""Token dispatch and combine (the expert all-to-all of expert parallelism): one layer through a MoE copy, in three modes.
+"""Token dispatch and combine (the expert all-to-all, all2all): one layer through a MoE copy, in three modes.
 
 Four ranks, ``tp=2, cp=2`` (two tp groups) and ``ep=4``, in mode ``a2a``; token c has experts on ranks 1 and 2::
 

@@ -11,7 +11,7 @@ from actors.engine.admission import InvalidRequest, check_request
 from actors.engine.batching.dp_rank import dp_ranks_of
 from actors.engine.config.engine_config import DisaggregationConfig, EngineConfig, OffloadConfig
 from actors.engine.disaggregation.decode_transfers import DecodeTransferState
-from actors.engine.disaggregation.handoffs import Handoffs
+from actors.engine.disaggregation.engine_kv_connector import EngineKVConnector
 from actors.engine.scheduler import Scheduler
 from actors.engine.sequences.sequence import Sequence
 from actors.kv_offload.block_part import KVFormat
@@ -44,7 +44,7 @@ class Side:
     def __init__(self, settings: EngineConfig | None = None) -> None:
         self.config = settings or config()
         dp_size = dp_ranks_of(self.config)
-        self.handoffs = Handoffs(self.config, dp_size)
+        self.handoffs = EngineKVConnector(self.config, dp_size)
         self.scheduler = Scheduler(self.config, dp_size, self.handoffs)
         self.events: list[TokenEvent] = []
         self.heartbeats: list[str] = []

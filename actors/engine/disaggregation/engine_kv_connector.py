@@ -24,7 +24,7 @@ _WRITES_NO_MORE = ("handoff", "abort", "deadline")
 """Finish reasons of a prefill engine that imply that its ranks have stopped writing; an ``error`` does not imply it."""
 
 
-class Handoffs:
+class EngineKVConnector:
     """The `SchedulerKVConnector` of an engine with a pool or tiers. Not thread-safe: the engine's thread calls it."""
 
     def __init__(self, config: EngineConfig, dp_ranks: list[DPRank]) -> None:
