@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 _CPU_FACTS = Path("/proc/cpuinfo")

@@ -76,6 +76,31 @@ inline float capped(float score, float cap) {  // cap * tanh(score / cap)
     return score == score ? value : score;
 }
 
+#if defined(__AVX512BF16__)
+
+inline __m512 load16(const BFloat16* x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
+}
+
+inline void store16(BFloat16* to, __m512 value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(value)); }
+
+inline __m512 exp16(__m512 x) {  // fast_exp of 16 numbers
+    x = _mm512_min_ps(_mm512_set1_ps(88.3f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));  // in this order NaN stays
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+#endif
+
 template <typename T>
 void rms_norm(const T* x, int64_t row_stride, int64_t head_stride, const T* weight, float eps, T* out, int64_t rows,
               int64_t heads, int64_t width) {
@@ -104,20 +129,41 @@ void add(const T* a, const T* b, int64_t b_stride, T* out, int64_t rows, int64_t
 }
 
 template <typename T>
+void silu_mul_row(const T* gate, const T* up, T* out, int64_t width) {
+    for (int64_t i = 0; i < width; ++i) {
+        float g = load(gate[i]);
+        T activated;  // rounded, as if it were a tensor of its own
+        store(&activated, g / (1.0f + fast_exp(-g)));
+        store(out + i, load(activated) * load(up[i]));
+    }
+}
+
+#if defined(__AVX512BF16__)
+
+template <>
+void silu_mul_row(const BFloat16* gate, const BFloat16* up, BFloat16* out, int64_t width) {
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) {
+        __m512 g = load16(gate + i);
+        BFloat16 activated[16];
+        store16(activated, _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)))));
+        store16(out + i, _mm512_mul_ps(load16(activated), load16(up + i)));
+    }
+    for (; i < width; ++i) {
+        float g = load(gate[i]);
+        BFloat16 activated;
+        store(&activated, g / (1.0f + fast_exp(-g)));
+        store(out + i, load(activated) * load(up[i]));
+    }
+}
+
+#endif
+
+template <typename T>
 void silu_mul(const T* gate_up, int64_t stride, T* out, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width >= kParallelFrom)
-    for (int64_t row = 0; row < rows; ++row) {
-        const T* gate = gate_up + row * stride;
-        const T* up = gate + width;
-        T* to = out + row * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) {
-            float g = load(gate[i]);
-            T activated;  // rounded, as if it were a tensor of its own
-            store(&activated, g / (1.0f + fast_exp(-g)));
-            store(to + i, load(activated) * load(up[i]));
-        }
-    }
+    for (int64_t row = 0; row < rows; ++row)
+        silu_mul_row(gate_up + row * stride, gate_up + row * stride + width, out + row * width, width);
 }
 
 // cos and sin are [rows, dim] fp32; the first half of sin is negated.
@@ -164,6 +210,114 @@ struct Pages {
     int64_t key_stride, value_stride;  // between slots: larger than the dim where values are a part of the keys
 };
 
+// Replaces `count` scores by exp(score - the largest one), after the cap; writes the largest one and the sum of these.
+inline void softmax(float* scores, int64_t count, float cap, float* top, float* mass) {
+    if (cap > 0.0f)
+        for (int64_t t = 0; t < count; ++t) scores[t] = capped(scores[t], cap);
+    float highest = -kInfinity, total = 0.0f;
+#pragma omp simd reduction(max : highest)
+    for (int64_t t = 0; t < count; ++t) highest = scores[t] > highest ? scores[t] : highest;
+    float shift = highest == -kInfinity ? 0.0f : highest;
+    int64_t t = 0;
+#if defined(__AVX512BF16__)
+    __m512 totals = _mm512_setzero_ps();
+    for (; t + 16 <= count; t += 16) {
+        __m512 weight = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(shift)));
+        _mm512_storeu_ps(scores + t, weight);
+        totals = _mm512_add_ps(totals, weight);
+    }
+    total = _mm512_reduce_add_ps(totals);
+#endif
+    for (; t < count; ++t) {
+        scores[t] = fast_exp(scores[t] - shift);
+        total += scores[t];
+    }
+    *top = highest;
+    *mass = total;
+}
+
+// scores[g][t] = queries[g] . keys[t] for `count` tokens; queries are fp32 [group, dim], already scaled.
+template <typename T>
+void score(const float* queries, int64_t group, const T* const* keys, int64_t count, int64_t dim, float* scores) {
+    for (int64_t t = 0; t < count; ++t)
+        for (int64_t g = 0; g < group; ++g) {
+            const float* query = queries + g * dim;
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t d = 0; d < dim; ++d) sum += query[d] * load(keys[t][d]);
+            scores[g * kChunk + t] = sum;
+        }
+}
+
+// sums[g] = the sum of weights[g][t] * values[t] over `count` tokens.
+template <typename T>
+void weigh(const float* weights, int64_t group, const T* const* values, int64_t count, int64_t dim, float* sums) {
+    std::fill(sums, sums + group * dim, 0.0f);
+    for (int64_t t = 0; t < count; ++t)
+        for (int64_t g = 0; g < group; ++g) {
+            float weight = weights[g * kChunk + t];
+#pragma omp simd
+            for (int64_t d = 0; d < dim; ++d) sums[g * dim + d] += weight * load(values[t][d]);
+        }
+}
+
+#if defined(__AVX512BF16__)
+
+// `score` and `weigh` with vector instructions, for heads of whole vectors: the vectors of a token are converted once for the
+// whole group, and the sums of four queries stay in registers.
+template <int VECTORS>
+void score_vectors(const float* queries, int64_t group, const BFloat16* const* keys, int64_t count, float* scores) {
+    for (int64_t t = 0; t < count; ++t) {
+        __m512 key[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) key[v] = load16(keys[t] + 16 * v);
+        for (int64_t g = 0; g < group; ++g) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int v = 0; v < VECTORS; ++v)
+                sum = _mm512_fmadd_ps(_mm512_loadu_ps(queries + (g * VECTORS + v) * 16), key[v], sum);
+            scores[g * kChunk + t] = _mm512_reduce_add_ps(sum);
+        }
+    }
+}
+
+template <int QUERIES, int VECTORS>
+void weigh_vectors(const float* weights, const BFloat16* const* values, int64_t count, int64_t at, int64_t dim, float* sums) {
+    __m512 totals[QUERIES][VECTORS];
+    for (int g = 0; g < QUERIES; ++g)
+        for (int v = 0; v < VECTORS; ++v) totals[g][v] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; ++t)
+        for (int v = 0; v < VECTORS; ++v) {
+            __m512 value = load16(values[t] + at + 16 * v);
+            for (int g = 0; g < QUERIES; ++g)
+                totals[g][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * kChunk + t]), value, totals[g][v]);
+        }
+    for (int g = 0; g < QUERIES; ++g)
+        for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(sums + g * dim + at + 16 * v, totals[g][v]);
+}
+
+void score(const float* queries, int64_t group, const BFloat16* const* keys, int64_t count, int64_t dim, float* scores) {
+    if (dim == 64) return score_vectors<4>(queries, group, keys, count, scores);
+    if (dim == 96) return score_vectors<6>(queries, group, keys, count, scores);
+    if (dim == 128) return score_vectors<8>(queries, group, keys, count, scores);
+    score<BFloat16>(queries, group, keys, count, dim, scores);
+}
+
+void weigh(const float* weights, int64_t group, const BFloat16* const* values, int64_t count, int64_t dim, float* sums) {
+    if (dim % 32 != 0) return weigh<BFloat16>(weights, group, values, count, dim, sums);
+    for (int64_t at = 0; at < dim; at += 32)
+        for (int64_t g = 0; g < group;) {
+            int64_t left = group - g;
+            const float* own = weights + g * kChunk;
+            float* to = sums + g * dim;
+            if (left >= 4) weigh_vectors<4, 2>(own, values, count, at, dim, to);
+            else if (left == 3) weigh_vectors<3, 2>(own, values, count, at, dim, to);
+            else if (left == 2) weigh_vectors<2, 2>(own, values, count, at, dim, to);
+            else weigh_vectors<1, 2>(own, values, count, at, dim, to);
+            g += std::min<int64_t>(left, 4);
+        }
+}
+
+#endif
+
 // Attends from `group` queries of one row to its tokens [first, stop) under one KV head. Writes the largest score, the sum of the
 // exponentials and the weighted sum of the values of every query.
 template <typename T>
@@ -179,49 +333,21 @@ void attend_chunk(const T* q, int64_t q_head_stride, int64_t group, const Pages<
 #pragma omp simd
         for (int64_t d = 0; d < key_dim; ++d) queries[g * key_dim + d] = load(q[g * q_head_stride + d]) * scale;
 
-    const T* keys = pages.keys + kv_head * pages.num_slots * pages.key_stride;
-    for (int64_t t = 0; t < count; ++t) {
-        int64_t token = first + t;
-        int64_t slot = int64_t(table[token / pages.block_size]) * pages.block_size + token % pages.block_size;
-        const T* key = keys + slot * pages.key_stride;
-        for (int64_t g = 0; g < group; ++g) {
-            const float* query = queries + g * key_dim;
-            float score = 0.0f;
-#pragma omp simd reduction(+ : score)
-            for (int64_t d = 0; d < key_dim; ++d) score += query[d] * load(key[d]);
-            scores[g * kChunk + t] = score;
+    const T* keys[kChunk];
+    const T* values[kChunk];
+    int64_t block = first / pages.block_size, within = first % pages.block_size;
+    for (int64_t t = 0; t < count; ++block, within = 0) {
+        int64_t slot = kv_head * pages.num_slots + int64_t(table[block]) * pages.block_size + within;
+        const T* key = pages.keys + slot * pages.key_stride;
+        const T* value = pages.values + slot * pages.value_stride;
+        for (; within < pages.block_size && t < count; ++within, ++t, key += pages.key_stride, value += pages.value_stride) {
+            keys[t] = key;
+            values[t] = value;
         }
     }
-    for (int64_t g = 0; g < group; ++g) {
-        float* score = scores + g * kChunk;
-        if (cap > 0.0f)
-#pragma omp simd
-            for (int64_t t = 0; t < count; ++t) score[t] = capped(score[t], cap);
-        float highest = -kInfinity, total = 0.0f;
-#pragma omp simd reduction(max : highest)
-        for (int64_t t = 0; t < count; ++t) highest = score[t] > highest ? score[t] : highest;
-        float shift = highest == -kInfinity ? 0.0f : highest;
-#pragma omp simd reduction(+ : total)
-        for (int64_t t = 0; t < count; ++t) {
-            score[t] = fast_exp(score[t] - shift);
-            total += score[t];
-        }
-        top[g] = highest;
-        mass[g] = total;
-    }
-    std::fill(sums, sums + group * value_dim, 0.0f);
-    const T* values = pages.values + kv_head * pages.num_slots * pages.value_stride;
-    for (int64_t t = 0; t < count; ++t) {
-        int64_t token = first + t;
-        int64_t slot = int64_t(table[token / pages.block_size]) * pages.block_size + token % pages.block_size;
-        const T* value = values + slot * pages.value_stride;
-        for (int64_t g = 0; g < group; ++g) {
-            float weight = scores[g * kChunk + t];
-            float* sum = sums + g * value_dim;
-#pragma omp simd
-            for (int64_t d = 0; d < value_dim; ++d) sum[d] += weight * load(value[d]);
-        }
-    }
+    score(queries, group, keys, count, key_dim, scores);
+    for (int64_t g = 0; g < group; ++g) softmax(scores + g * kChunk, count, cap, top + g, mass + g);
+    weigh(scores, group, values, count, value_dim, sums);
 }
 
 // Decode attention: one query token a row. A task is one chunk of the tokens of one row under one KV head; the chunks of a row
@@ -384,14 +510,15 @@ inline void prefetch_block(const BFloat16* block) {
     for (int64_t line = 0; line < kBlock; line += 32) _mm_prefetch((const char*)(block + line), _MM_HINT_T0);
 }
 
-// Up to 32 rows of x times one block of 32 outputs, with tiles that `shape_tiles` has shaped.
+// Up to 32 rows of x times one block of 32 outputs, with tiles that `shape_tiles` has shaped. FETCH: the block comes from memory.
+template <bool FETCH>
 void multiply_tiles(const BFloat16* x, int64_t x_stride, int64_t rows, const BFloat16* block, int64_t inputs, float* sums) {
     int64_t x_bytes = x_stride * int64_t(sizeof *x);
     _tile_zero(0);
     _tile_zero(1);
     if (rows <= 16) {
         for (int64_t k = 0; k < inputs; k += kSide, block += kBlock) {
-            prefetch_block(block + 4 * kBlock);
+            if (FETCH) prefetch_block(block + 4 * kBlock);
             _tile_loadd(4, x + k, x_bytes);
             _tile_loadd(6, block, 64);
             _tile_loadd(7, block + kTile, 64);
@@ -403,7 +530,7 @@ void multiply_tiles(const BFloat16* x, int64_t x_stride, int64_t rows, const BFl
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < inputs; k += kSide, block += kBlock) {
-            prefetch_block(block + 4 * kBlock);
+            if (FETCH) prefetch_block(block + 4 * kBlock);
             _tile_loadd(4, x + k, x_bytes);
             _tile_loadd(6, block, 64);
             _tile_loadd(7, block + kTile, 64);
@@ -445,7 +572,10 @@ void linear_of(const BFloat16* x, int64_t x_stride, const BFloat16* packed, cons
                     if (tiles) {
                         if (shaped != count) shape_tiles(std::min<int64_t>(count, 16), std::max<int64_t>(count - 16, 0));
                         shaped = count;
-                        multiply_tiles(from, x_stride, count, block, inputs, sums);
+                        if (row == top)
+                            multiply_tiles<true>(from, x_stride, count, block, inputs, sums);
+                        else
+                            multiply_tiles<false>(from, x_stride, count, block, inputs, sums);
                     } else
 #endif
                         multiply_by_vectors(from, x_stride, count, block, inputs, sums);
