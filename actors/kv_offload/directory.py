@@ -91,7 +91,8 @@ class DirectoryTier:
 
     def store(self, block: BlockName, part: BlockPart, data: bytes, place: int = 0) -> bool:
         """See `SharedTier.store`. Removes the least recently used files to make room. Returns false if the part exceeds the
-        limit, pinned blocks leave no room, or the directory cannot be written; each kind of failure is logged once."""
+        limit, if pinned blocks leave no room, or if the directory cannot be written: only the last is logged, once for each
+        kind of error."""
         path, content = key_layout.folder(self._own, block) / str(part), encode(block, part, data)
         if path.is_file() and path not in self._condemned:
             self._used(path, place)

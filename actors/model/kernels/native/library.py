@@ -199,7 +199,8 @@ class Library:
         return out
 
     def run_calls(self, calls: ctypes.Array[Call]) -> None:
-        """Run recorded calls, in order."""
+        """Run recorded kernel calls, in order, in one call of the library. The memory at their addresses must still be
+        allocated: nothing is checked."""
         self._run_calls(ctypes.addressof(calls), len(calls))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Argument) -> None:
