@@ -5,9 +5,9 @@ run.
 
 Both servers are started as their users start them and measured over HTTP by the same client, with the same weights, the same
 type (bf16, or fp32 if the CPU has no bf16 instructions) and the same number of threads. Random prompts defeat prefix caching.
-Rounds alternate between the servers, so that a drift in the machine's speed favours neither; the table shows medians. While one
-is measured, the processes of the other are stopped (SIGSTOP): an idle Ray cluster takes a fifth of a core. Peak memory is the
-sum of the proportional set sizes of all processes of a server, sampled.
+Rounds alternate between the servers, so that a drift in the machine's speed favours neither; the table shows medians. Both
+servers stay up, since an idle server costs nothing. Peak memory is the sum of the proportional set sizes of all processes of a
+server, sampled.
 """
 
 from __future__ import annotations
@@ -67,28 +67,8 @@ class Subject:
                     total += each.memory_full_info().pss
             self.peak_bytes = max(self.peak_bytes, total)
 
-    def pause(self) -> None:
-        """Stop all processes of the server where they are."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let the processes of the server go on, and wait until it is healthy."""
-        self._signal(signal.SIGCONT)
-        for _ in range(600):
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise SystemExit(f"{self.name} did not go on after a pause")
-
-    def _signal(self, number: signal.Signals) -> None:
-        for each in [mother := psutil.Process(self.process.pid), *mother.children(recursive=True)]:
-            with suppress(psutil.Error):
-                each.send_signal(number)
-
     def end(self) -> None:
         """Stop the server and every process it started."""
-        self._signal(signal.SIGCONT)
         started = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -187,11 +167,8 @@ def main() -> None:
             for make in [ours, *([vllm] if chosen.vllm else [])]:
                 subjects.append(make(folder, chosen))
                 threading.Thread(target=subjects[-1].watch_memory, args=(stop,), daemon=True).start()
-                subjects[-1].pause()
             for subject in [each for _ in range(chosen.rounds) for each in subjects]:
-                subject.resume()
                 measure(subject)
-                subject.pause()
             show(subjects, chosen.dtype)
         finally:
             stop.set()
