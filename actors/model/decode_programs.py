@@ -34,7 +34,7 @@ from actors.model.layers.layers import GatedMLP
 from actors.model.step.batch import Batch
 from actors.model.step.exchange import Exchange
 from actors.model.step.regions import Region, Replicated
-from actors.model.step.rope import Rotate, Rotation
+from actors.model.step.rope import Rotate, Rotation, unrotated
 from actors.model.step.step import Paged, Step
 
 log = logging.getLogger("shardwright.decode")
@@ -53,7 +53,7 @@ class _Recorded:
     rotations: Sequence[Rotate]
     plans: Mapping[int, StaticDecode]
 
-    def fill(self, batch: Batch, hidden: Tensor, rotations: Sequence[Rotate], block_sizes: Mapping[int, int]) -> None:
+    def fill(self, batch: Batch, hidden: Tensor, rotations: Sequence[Rotate], caches: Mapping[int, KVCache]) -> None:
         """Copy the inputs of a step to the tensors of the program."""
         rows = len(hidden)
         self.hidden[:rows] = hidden
@@ -61,7 +61,7 @@ class _Recorded:
             if isinstance(own, Rotation) and isinstance(of_step, Rotation):
                 own.cos[:rows], own.sin[:rows] = of_step.cos, of_step.sin
         for kind, plan in self.plans.items():
-            plan.fill(batch, block_sizes[kind])
+            plan.fill(batch, caches[kind].block_size)
 
 
 class DecodePrograms:
@@ -73,6 +73,8 @@ class DecodePrograms:
         self._windows: defaultdict[int, set[int | None]] = defaultdict(set)
         for layer in self._layers if self._recordable else ():
             self._windows[layer.attn.kind].add(layer.attn.params.window)
+        self._caches: Mapping[int, KVCache] = {}
+        """The pages that the programs read and write."""
         self._recorded: dict[tuple[int, int], _Recorded] = {}
 
     def takes(self, batch: Batch, hidden: Tensor, rotations: Sequence[Rotate], region: Region) -> bool:
@@ -85,7 +87,7 @@ class DecodePrograms:
             and native.packs
             and isinstance(region, Replicated)
             and all(new == 1 for new in batch.query_lens)
-            and all(type(rotate) is Rotation or not isinstance(rotate, Rotation) for rotate in rotations)
+            and all(isinstance(rotate, Rotation) or rotate is unrotated for rotate in rotations)
             and not any(layer._forward_hooks for layer in self._layers)
         )
 
@@ -103,10 +105,12 @@ class DecodePrograms:
         rows = len(hidden)
         size = next(size for size in _SIZES if size >= rows)
         blocks = max(_LEAST_BLOCKS, 1 << (max(len(table) for table in batch.block_tables) - 1).bit_length())
-        block_sizes = {kind: cache.block_size for kind, cache in caches.items()}
+        if any(self._caches.get(kind) is not cache for kind, cache in caches.items()):
+            self._recorded.clear()
+            self._caches = dict(caches)
         recorded = self._recorded.get((size, blocks))
         if recorded is not None:
-            recorded.fill(batch, hidden, rotations, block_sizes)
+            recorded.fill(batch, hidden, rotations, caches)
             return recorded.program.run()[:rows].clone()
         native = library(hidden)
         assert native is not None
@@ -117,7 +121,7 @@ class DecodePrograms:
             {kind: StaticDecode(size, blocks, self._windows[kind]) for kind in caches},
         )
         paged = {kind: Paged(cache, recorded.plans[kind]) for kind, cache in caches.items()}
-        recorded.fill(batch, hidden, rotations, block_sizes)
+        recorded.fill(batch, hidden, rotations, caches)
         try:
             out = recorded.program.record(
                 lambda: self._through(recorded.hidden, Step(recorded.rotations, paged, region, exchange))

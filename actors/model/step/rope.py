@@ -83,7 +83,7 @@ class NoRope:
 
     def of(self, batch: Batch) -> Rotate:
         """See `StepRope.of`. Returns the identity."""
-        return _unrotated
+        return unrotated
 
 
 class Rope:
@@ -183,5 +183,6 @@ def _neighbours(cos: Tensor, sin: Tensor) -> Rotate:
     return PairRotation(torch.stack((cos, cos), -1).flatten(-2)[:, None], torch.stack((-sin, sin), -1).flatten(-2)[:, None])
 
 
-def _unrotated(x: Tensor) -> Tensor:
+def unrotated(x: Tensor) -> Tensor:
+    """Return `x`: the rotation of layers without rotary embedding."""
     return x

@@ -11,9 +11,12 @@ import torch
 from actors.engine.config.engine_config import EngineConfig
 from actors.model.decode_programs import DecodePrograms
 from actors.model.kernels.native.library import library
+from actors.model.kv.kv_caches import KVCaches
+from actors.model.step.batch import Batch
 from actors.rank.assembly import Parts
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
-from tests.support.inprocess import in_process
+from placement.ownership.shards import whole_model
+from tests.support.inprocess import in_process, whole_decoder
 from tests.support.models.tiny_models import TinyModel, tiny
 from tests.support.verifying import random_prompts
 
@@ -58,9 +61,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     run = DecodePrograms.run
 
     def counted(self: DecodePrograms, *given: Any) -> Any:
-        before = len(self._recorded)
+        before = list(self._recorded.values())
         out = run(self, *given)
-        found["refused" if out is None else "recorded" if len(self._recorded) > before else "again"] += 1
+        found[
+            "refused"
+            if out is None
+            else "recorded"
+            if any(all(one is not old for old in before) for one in self._recorded.values())
+            else "again"
+        ] += 1
         return out
 
     monkeypatch.setattr(DecodePrograms, "run", counted)
@@ -108,3 +117,22 @@ def test_hooks_on_layers_are_called_in_every_step(runs: Counter[str]) -> None:
         )
     assert len(calls) == 6
     assert not runs
+
+
+def test_another_cache_gets_programs_of_its_own(runs: Counter[str]) -> None:
+    model = wide("llama3", num_key_value_heads=2)
+    decoder, own = whole_decoder(model, torch.bfloat16), whole_model(model.spec)
+
+    def step(cache: KVCaches, token: int, position: int) -> torch.Tensor:
+        one, at = torch.tensor([token]), torch.tensor([position])
+        return decoder(Batch(one, at, at, [1], [position], [[0]], torch.zeros(1, dtype=torch.int64)), None, cache)
+
+    def outputs(tokens: list[int]) -> list[torch.Tensor]:
+        cache = KVCaches.of(model.spec, own, 4, 16, torch.bfloat16)
+        return [step(cache, token, position) for position, token in enumerate(tokens)]
+
+    first, other = outputs([7, 8, 9]), outputs([17, 18, 19])
+    assert runs == Counter(recorded=2, again=4)
+    again = outputs([7, 8, 9])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
