@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from actors.model.kernels.elementwise import plus
+from actors.model.kernels.elementwise import plus, rms_norm, silu_mul
 from actors.model.kernels.linear import embedding, linear
-from actors.model.kernels.native.library import library
 from actors.model.step.regions import Region
 from actors.model.step.step import Step
 
@@ -67,10 +66,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` normed over its last dimension (RMS) and multiplied by the weight: same shape and dtype."""
-        native = library(x)
-        if native is not None:
-            return native.rms_norm(x, self.weight, self._eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return rms_norm(x, self.weight, self._eps)
 
 
 class OffsetRMSNorm(nn.Module):
@@ -104,9 +100,8 @@ class GatedMLP(nn.Module):
         return self.down(self._gated(self.gate_up(x, step.region)), step.region)  # type: ignore[no-any-return]
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        native = library(gate_up) if self._activation is F.silu else None
-        if native is not None:
-            return native.silu_mul(gate_up)
+        if self._activation is F.silu:
+            return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return self._activation(gate).mul_(up)
 

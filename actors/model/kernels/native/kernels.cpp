@@ -4,7 +4,7 @@
 // is in fp32 whatever the type of the tensors. The result of a row depends on no other row of the step, bit for bit: rows are
 // divided among threads, and the keys of a row are always cut into the same chunks.
 //
-// `native/library.py` checks shapes and passes strides; strides are in elements.
+// `library.py` passes addresses, sizes and strides (in elements), and checks none of them.
 
 #include <algorithm>
 #include <cmath>
@@ -129,8 +129,8 @@ void add(const T* a, const T* b, int64_t b_stride, T* out, int64_t rows, int64_t
 }
 
 template <typename T>
-void silu_mul_row(const T* gate, const T* up, T* out, int64_t width) {
-    for (int64_t i = 0; i < width; ++i) {
+void silu_mul_from(int64_t i, const T* gate, const T* up, T* out, int64_t width) {
+    for (; i < width; ++i) {
         float g = load(gate[i]);
         T activated;  // rounded, as if it were a tensor of its own
         store(&activated, g / (1.0f + fast_exp(-g)));
@@ -138,9 +138,13 @@ void silu_mul_row(const T* gate, const T* up, T* out, int64_t width) {
     }
 }
 
+template <typename T>
+void silu_mul_row(const T* gate, const T* up, T* out, int64_t width) {
+    silu_mul_from(0, gate, up, out, width);
+}
+
 #if defined(__AVX512BF16__)
 
-template <>
 void silu_mul_row(const BFloat16* gate, const BFloat16* up, BFloat16* out, int64_t width) {
     int64_t i = 0;
     for (; i + 16 <= width; i += 16) {
@@ -149,12 +153,7 @@ void silu_mul_row(const BFloat16* gate, const BFloat16* up, BFloat16* out, int64
         store16(activated, _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)))));
         store16(out + i, _mm512_mul_ps(load16(activated), load16(up + i)));
     }
-    for (; i < width; ++i) {
-        float g = load(gate[i]);
-        BFloat16 activated;
-        store(&activated, g / (1.0f + fast_exp(-g)));
-        store(out + i, load(activated) * load(up[i]));
-    }
+    silu_mul_from(i, gate, up, out, width);
 }
 
 #endif
@@ -207,7 +206,6 @@ struct Pages {
     const T* keys;
     const T* values;
     int64_t num_slots, block_size, key_dim, value_dim;
-    int64_t key_stride, value_stride;  // between slots: larger than the dim where values are a part of the keys
 };
 
 // Replaces `count` scores by exp(score - the largest one), after the cap; writes the largest one and the sum of these.
@@ -338,9 +336,9 @@ void attend_chunk(const T* q, int64_t q_head_stride, int64_t group, const Pages<
     int64_t block = first / pages.block_size, within = first % pages.block_size;
     for (int64_t t = 0; t < count; ++block, within = 0) {
         int64_t slot = kv_head * pages.num_slots + int64_t(table[block]) * pages.block_size + within;
-        const T* key = pages.keys + slot * pages.key_stride;
-        const T* value = pages.values + slot * pages.value_stride;
-        for (; within < pages.block_size && t < count; ++within, ++t, key += pages.key_stride, value += pages.value_stride) {
+        const T* key = pages.keys + slot * key_dim;
+        const T* value = pages.values + slot * value_dim;
+        for (; within < pages.block_size && t < count; ++within, ++t, key += key_dim, value += value_dim) {
             keys[t] = key;
             values[t] = value;
         }
@@ -439,12 +437,7 @@ void pack_weight_of(const BFloat16* weight, BFloat16* packed, int64_t outputs, i
 // Adds the bias to sums [16 outputs], and stores them rounded.
 inline void finish(const float* sums, const BFloat16* bias, BFloat16* out) {
     __m512 value = _mm512_loadu_ps(sums);
-    if (bias != nullptr) {
-        alignas(64) float added[16];
-        for (int i = 0; i < 16; ++i) added[i] = load(bias[i]);
-        value = _mm512_add_ps(value, _mm512_load_ps(added));
-    }
-    _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(value));
+    store16(out, bias == nullptr ? value : _mm512_add_ps(value, load16(bias)));
 }
 
 // Up to 8 rows of x times one block of 32 outputs, with vector instructions.
@@ -641,10 +634,10 @@ extern "C" void linear([[maybe_unused]] const BFloat16* x, [[maybe_unused]] int6
     }                                                                                                                         \
     extern "C" void paged_attention_##SUFFIX(                                                                                 \
         const TYPE* q, int64_t q_row_stride, int64_t q_head_stride, const TYPE* keys, const TYPE* values, int64_t num_slots,  \
-        int64_t block_size, int64_t key_dim, int64_t value_dim, int64_t key_stride, int64_t value_stride,                     \
-        const int32_t* tables, int64_t table_stride, const int32_t* firsts, const int32_t* stops, float scale, float cap,     \
-        const float* sinks, TYPE* out, float* lse, int64_t rows, int64_t q_heads, int64_t kv_heads) {                         \
-        Pages<TYPE> pages{keys, values, num_slots, block_size, key_dim, value_dim, key_stride, value_stride};                 \
+        int64_t block_size, int64_t key_dim, int64_t value_dim, const int32_t* tables, int64_t table_stride,                  \
+        const int32_t* firsts, const int32_t* stops, float scale, float cap, const float* sinks, TYPE* out, float* lse,       \
+        int64_t rows, int64_t q_heads, int64_t kv_heads) {                                                                    \
+        Pages<TYPE> pages{keys, values, num_slots, block_size, key_dim, value_dim};                                           \
         paged_attention(q, q_row_stride, q_head_stride, pages, tables, table_stride, firsts, stops, scale, cap, sinks, out,   \
                         lse, rows, q_heads, kv_heads);                                                                        \
     }
@@ -652,7 +645,7 @@ extern "C" void linear([[maybe_unused]] const BFloat16* x, [[maybe_unused]] int6
 KERNELS(bfloat16, BFloat16)
 KERNELS(float32, float)
 
-// One call of a recorded program: the number of its kernel (`library.py`, KERNELS), its integers and pointers in order, and its
+// One call of a recorded program: the number of its kernel (`library.py`, _NUMBERS), its integers and pointers in order, and its
 // floats in order.
 struct Call {
     int64_t kernel;
@@ -684,10 +677,10 @@ void run_call(const Call& call) {
         case 4:
             return write_plane(at<T>(w[0]), w[1], w[2], at<int64_t>(w[3]), at<T>(w[4]), w[5], w[6], w[7], w[8]);
         case 5: {
-            Pages<T> pages{at<T>(w[3]), at<T>(w[4]), w[5], w[6], w[7], w[8], w[9], w[10]};
-            return paged_attention(at<T>(w[0]), w[1], w[2], pages, at<int32_t>(w[11]), w[12], at<int32_t>(w[13]),
-                                   at<int32_t>(w[14]), f0, f1, at<float>(w[15]), at<T>(w[16]), at<float>(w[17]), w[18], w[19],
-                                   w[20]);
+            Pages<T> pages{at<T>(w[3]), at<T>(w[4]), w[5], w[6], w[7], w[8]};
+            return paged_attention(at<T>(w[0]), w[1], w[2], pages, at<int32_t>(w[9]), w[10], at<int32_t>(w[11]),
+                                   at<int32_t>(w[12]), f0, f1, at<float>(w[13]), at<T>(w[14]), at<float>(w[15]), w[16], w[17],
+                                   w[18]);
         }
         case 6:
             return linear(at<BFloat16>(w[0]), w[1], at<BFloat16>(w[2]), at<BFloat16>(w[3]), at<BFloat16>(w[4]), w[5], w[6], w[7]);

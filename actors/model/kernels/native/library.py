@@ -40,7 +40,7 @@ _ARGUMENTS = {
     "rotate": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     "write_plane": (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT),
     "paged_attention": (
-        *(_POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 6),
+        *(_POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 4),
         *(_POINTER, _INT, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
     ),
     "linear": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
@@ -77,8 +77,11 @@ class CallRecorder(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, contiguous, whose memory belongs to the record."""
 
-    def record(self, call: Call) -> None:
+    def add(self, call: Call) -> None:
         """Add `call`, which has just run, to the record."""
+
+    def add_python(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return ``function(x)`` in memory of the record, to which the call is added."""
 
 
 class _OfThread(threading.local):
@@ -191,7 +194,7 @@ class Library:
         out = _empty((rows, q_heads, value_dim), q.dtype)
         self._call(
             *("paged_attention", q.dtype, q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr()),
-            *(num_blocks * block_size, block_size, key_dim, value_dim, key_dim, value_dim),
+            *(num_blocks * block_size, block_size, key_dim, value_dim),
             *(tables.data_ptr(), tables.stride(0), firsts.data_ptr(), stops.data_ptr(), scale, softcap or 0.0),
             *(None if sinks is None else sinks.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()),
             *(rows, q_heads, kv_heads),
@@ -206,7 +209,7 @@ class Library:
     def _call(self, name: str, dtype: torch.dtype, *arguments: Argument) -> None:
         self._functions[name, dtype](*arguments)
         if OF_THREAD.recorder is not None:
-            OF_THREAD.recorder.record(Call.of(name, dtype, arguments))
+            OF_THREAD.recorder.add(Call.of(name, dtype, arguments))
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

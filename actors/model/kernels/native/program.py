@@ -35,7 +35,7 @@ class NotRecordable(RuntimeError):
 
 
 class Program:
-    """The recorded calls of one computation, and the memory that they use."""
+    """The recorded calls of one computation, and the memory that they use; the `CallRecorder` of that computation."""
 
     def __init__(self, native: Library) -> None:
         self._native = native
@@ -54,7 +54,7 @@ class Program:
 
         Raises `NotRecordable`, after a part of `compute` has run, if it contains anything else.
         """
-        OF_THREAD.recorder = _Recording(self._calls, self._parts, self._end_part, self._take)
+        OF_THREAD.recorder = self
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 result = compute()
@@ -69,6 +69,28 @@ class Program:
         for part in self._parts:
             part()
         return self._result
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `CallRecorder.empty`."""
+        with _disable_current_modes():
+            return torch.from_numpy(self._take(prod(shape) * dtype.itemsize)).view(dtype).view(tuple(shape))
+
+    def add(self, call: Call) -> None:
+        """See `CallRecorder.add`."""
+        self._calls.append(call)
+
+    def add_python(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See `CallRecorder.add_python`."""
+        with _disable_current_modes():
+            found = function(x)
+            out = self.empty(found.shape, found.dtype).copy_(found)
+        self._end_part()
+
+        def again() -> None:
+            out.copy_(function(x))
+
+        self._parts.append(again)
+        return out
 
     def _end_part(self) -> None:
         if self._calls:
@@ -90,46 +112,11 @@ class Program:
         return lent
 
 
-class _Recording:
-    """The `CallRecorder` of a program."""
-
-    def __init__(
-        self,
-        calls: list[Call],
-        parts: list[Callable[[], None]],
-        end_part: Callable[[], None],
-        take: Callable[[int], np.ndarray[Any, Any]],
-    ) -> None:
-        self._calls, self._parts, self._end_part, self._take = calls, parts, end_part, take
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `CallRecorder.empty`."""
-        with _disable_current_modes():
-            return torch.from_numpy(self._take(prod(shape) * dtype.itemsize)).view(dtype).view(tuple(shape))
-
-    def record(self, call: Call) -> None:
-        """See `CallRecorder.record`."""
-        self._calls.append(call)
-
-    def python(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run ``function(x)``, and add it to the record as a part in Python."""
-        with _disable_current_modes():
-            found = function(x)
-            out = self.empty(found.shape, found.dtype).copy_(found)
-        self._end_part()
-
-        def again() -> None:
-            out.copy_(function(x))
-
-        self._parts.append(again)
-        return out
-
-
 def in_program(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return ``function(x)``, where `function` is a collective. If this thread records a program, each run of the program calls
     it."""
     recorder = OF_THREAD.recorder
-    return recorder.python(function, x) if isinstance(recorder, _Recording) else function(x)
+    return function(x) if recorder is None else recorder.add_python(function, x)
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
