@@ -15,16 +15,15 @@ import pytest
 
 from tests.ray.server import Server, free_port, run, serving
 from tests.ray.streaming import Stream
-from tests.support.long_cases import long
 
 KEY = "a-key"
 CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module", params=["tp=2", *long("pp=2")])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with serving("--layout", request.param, "--api-key", KEY, "--max-model-len", "512") as running:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--layout", "tp=2", "--api-key", KEY, "--max-model-len", "512") as running:
         running.client.headers["authorization"] = f"Bearer {KEY}"
         yield running
 
@@ -61,6 +60,7 @@ def test_the_official_clients_errors(server: Server, client: openai.OpenAI) -> N
         stranger.models.list()
 
 
+@pytest.mark.long
 def test_seeded_streams_equal_plain_answers_however_busy_it_is(server: Server) -> None:
     bodies = [{"messages": HELLO, "max_tokens": 12, "temperature": 1.0, "seed": seed} for seed in range(8)]
     alone = [server.post(CHAT, body)["choices"][0]["message"]["content"] for body in bodies]

@@ -15,22 +15,15 @@ from tests.ray.server import Server, serving
 from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
 
-LAYOUTS = [
-    "tp=2,pp=2,sp=true",
-    "cp=2,tp=4,dcp=2",
-    *long("", "tp=3", "cp=2", "tp=2,pp=2,cp=2,cp_style=allgather"),
-]
+LAYOUTS = ["tp=2,pp=2,sp=true", *long("cp=2,tp=4,dcp=2")]
 WITH_EXPERTS = [
     ("qwen2_moe", "attn_dp=2,ep=2,redundant_experts=2,replicas=2"),
     *long(
-        ("glm4_moe", "attn_dp=2,tp=2,ep=4,dispatch=a2a"),
         ("deepseek_v3_moe", "attn_dp=2,pp=2,ep=2,redundant_experts=3,dispatch=a2a"),
-        ("gpt_oss", "cp=2,tp=2,ep=2"),
         ("mixtral", "attn_dp=2,tp=2,moe_dp=2,ep=2,lm_head=stage"),
-        ("deepseek_v2_moe", "tp=2,ep=2,dispatch=gather"),
     ),
 ]
-"""The short ones have every axis once: tp, pp, sp, cp, dcp, attn_dp, ep, replicas."""
+"""Together they have every axis. That every layout computes the same is shown without HTTP, in tests/cpu/verify."""
 PROMPTS = [[5, 9, 42], list(range(1, 40)), [100]]
 
 

@@ -16,10 +16,15 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from actors.engine.config.engine_config import EngineConfig
 from actors.kv_transfer.nixl_transport import is_installed
+from actors.wire.requests import GenerateRequest, SamplingParams
+from serve_app.text.model_files import read_text_files
 from tests.ray.server import Server, run, serving, wait_until
 from tests.ray.streaming import Stream, body
+from tests.support.inprocess import in_process
 from tests.support.long_cases import long
+from tests.support.models.smollm2 import saved_smollm2, smollm2_file
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install 'shardwright[pools]'")
 
@@ -27,7 +32,7 @@ NEEDS_PREFILL = ("cp=2", "tp=2")
 """Here it is also seen what becomes of requests while the prefill pool is gone."""
 PAIRS = [
     ("tp=2", "pp=2"),
-    *long(NEEDS_PREFILL, ("attn_dp=2", "tp=2,tp_shares=2/1"), ("*2", "pp=3,stage_layers=12/9/9")),
+    *long(NEEDS_PREFILL, ("attn_dp=2", "tp=2,tp_shares=2/1")),
 ]
 ROLES = ("prefill", "decode")
 STORY = " ".join(f"Item {number} costs {number * 7} dollars." for number in range(60))
@@ -44,8 +49,13 @@ def ask(server: Server, prompt: str, **fields: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, object]]:
-    with serving("--dtype", "float32") as server:
-        return [ask(server, prompt) for prompt in PROMPTS]
+    files = read_text_files(smollm2_file())
+    assert files.tokenizer is not None
+    prompts = [files.tokenizer.encode(prompt, add_special_tokens=True) for prompt in PROMPTS]
+    sampling = SamplingParams(temperature=0)
+    with in_process(saved_smollm2(), "", EngineConfig(num_blocks=200, max_model_len=2048, max_sequences=4)) as alone:
+        answers = [alone.run(GenerateRequest(request_id="", prompt=each, max_tokens=8, sampling=sampling)) for each in prompts]
+    return [{"tokens": each.tokens, "prompt_tokens": len(prompt)} for prompt, each in zip(prompts, answers, strict=True)]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)

@@ -20,7 +20,7 @@ from actors.wire.requests import GenerateRequest, TokenEvent
 from placement.layout import mesh
 from placement.layout.layout import Layout
 from placement.model.spec import DType
-from tests.support.models.tiny_models import TinyModel
+from tests.support.models.tiny_models import SavedModel
 
 _TOKEN = "in-process"
 _WAIT_S = 60.0
@@ -57,7 +57,7 @@ class InProcess:
 
 @contextmanager
 def in_process(
-    model: TinyModel,
+    model: SavedModel,
     layout: str,
     config: EngineConfig,
     dtype: torch.dtype = torch.float32,
@@ -87,7 +87,7 @@ def in_process(
             assert not rank.is_alive()
 
 
-def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.float32, block_size: int = 16) -> RankConfig:
+def rank_config(model: SavedModel, layout: Layout, dtype: torch.dtype = torch.float32, block_size: int = 16) -> RankConfig:
     """Rank 0 of `model` under `layout`, on this machine's CPU with one thread."""
     name: DType = next(name for name, each in DTYPES.items() if each is dtype)
     return RankConfig(
@@ -102,7 +102,7 @@ def rank_config(model: TinyModel, layout: Layout, dtype: torch.dtype = torch.flo
     )
 
 
-def whole_decoder(model: TinyModel, dtype: torch.dtype) -> Decoder:
+def whole_decoder(model: SavedModel, dtype: torch.dtype) -> Decoder:
     """All of `model` on one rank, read from its files."""
     config = rank_config(model, Layout(), dtype)
     return load_decoder(config, identity_of(config), {axis: SoloGroup(axis) for axis in mesh.talking_axes(model.spec)})

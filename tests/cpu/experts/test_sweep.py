@@ -36,7 +36,7 @@ def short_steps_are_scattered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TOKENS_PER_RANK", 2)
 
 
-@pytest.mark.parametrize("draws", [range(3), *long(range(3, 35))], ids=str)
+@pytest.mark.parametrize("draws", [range(3), *long(range(3, 19))], ids=str)
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_random_expert_layouts_of(family: str, draws: range) -> None:
     draw = random.Random(zlib.crc32(f"{family} {draws}".encode()))

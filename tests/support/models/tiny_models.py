@@ -214,11 +214,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """A model saved in `folder`, its spec, and the transformers model itself."""
+class SavedModel:
+    """A model in `folder` (or in one GGUF file), and its spec."""
 
     folder: Path
     spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class TinyModel(SavedModel):
+    """A saved model, and the transformers model itself."""
+
     reference: PreTrainedModel
 
     @property
