@@ -76,10 +76,10 @@ class Ingress:
             sse_ping_s=args.sse_ping_s,
             request_id_on_answers=False,
         )
-        wait_s = args.replica_wait_s
+        waits = {"wait_s": args.replica_wait_s, "replay_wait_s": args.replay_wait_s}
         deployed = sum(layout.replicas for layout in layouts(args).values())
-        self._pooled = PooledBackend(pools, wait_s, args.require_prefill, deployed) if known.in_pool else None
-        self._backend = self._pooled or HandleBackend(next(iter(pools.values())), wait_s, deployed)
+        self._pooled = PooledBackend(pools, args.require_prefill, deployed, **waits) if known.in_pool else None
+        self._backend = self._pooled or HandleBackend(next(iter(pools.values())), deployed, **waits)
 
     async def check_health(self) -> None:
         """Return once the first trial hand-off between the pools has ended, or after 60 s; at once if there are no pools.
@@ -195,7 +195,7 @@ def _engine(args: ServeArgs, name: str, settings: ReplicaSettings, is_known: boo
         ray_actor_options=_beside_ranks(settings) if is_known else {"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=EngineRouter),  # type: ignore[arg-type]
         health_check_period_s=2,
-        health_check_timeout_s=30,
+        health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=10,
         max_constructor_retry_count=1,

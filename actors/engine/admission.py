@@ -72,22 +72,27 @@ class EngineDown(RequestRefused):
 def check_request(request: GenerateRequest, config: EngineConfig) -> None:
     """Raise an error if `request` can never be served by an engine with `config`; return nothing otherwise.
 
-    Raises `PromptTooLong` unless the prompt and one generated token (none if ``max_tokens=0``) fit both the model length and
-    the whole KV cache. Raises `InvalidRequest` for an empty prompt, a negative `max_tokens`, a `timeout_s` of 0 or less, a
-    token id (prompt or logit bias) outside the vocabulary, and KV transfer fields that the engine cannot serve.
+    Raises `PromptTooLong` unless the prompt, the tokens generated so far and one more (none if ``max_tokens=0``) fit both the
+    model length and the whole KV cache. Raises `InvalidRequest` for an empty prompt, a negative `max_tokens` or one that the
+    generated tokens have used up, a `timeout_s` of 0 or less, a token id outside the vocabulary, and KV transfer fields that
+    the engine cannot serve.
     """
     if not request.prompt:
         raise InvalidRequest("prompt", [], "must hold at least one token")
     if request.max_tokens < 0:
         raise InvalidRequest("max_tokens", request.max_tokens, "must be 0 or more")
+    if request.generated and len(request.generated) >= request.max_tokens:
+        raise InvalidRequest("generated", len(request.generated), f"must be fewer than max_tokens={request.max_tokens}")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequest("timeout_s", request.timeout_s, "must be above 0")
     _check_handoff(request, config)
     _check_tokens("prompt", request.prompt, config)
+    _check_tokens("generated", request.generated, config)
     _check_tokens("logit_bias", list(request.sampling.logit_bias), config)
     longest = config.capacity - min(1, request.max_tokens)
-    if len(request.prompt) > longest:
-        raise PromptTooLong(len(request.prompt), longest, config.max_model_len, config.cache_tokens)
+    tokens = len(request.prompt) + len(request.generated)
+    if tokens > longest:
+        raise PromptTooLong(tokens, longest, config.max_model_len, config.cache_tokens)
 
 
 def _check_handoff(request: GenerateRequest, config: EngineConfig) -> None:
@@ -95,6 +100,8 @@ def _check_handoff(request: GenerateRequest, config: EngineConfig) -> None:
     for field, asked in (("reserves", request.reserves), ("ticket", ticket is not None)):
         if asked and config.disaggregation is None:
             raise InvalidRequest(field, asked, "this engine belongs to no pool, so it hands off nothing and takes nothing")
+        if asked and request.generated:
+            raise InvalidRequest(field, asked, "a request that continues after a loss is not handed off")
     if ticket is None:
         return
     if request.reserves:

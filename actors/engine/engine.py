@@ -86,20 +86,20 @@ class Engine:
         return self._loop.healthy(self._clock() if now is None else now)
 
     def fail(self, reason: str) -> None:
-        """Report that the ranks are lost: ends every request with one ``error`` event before it returns, and refuses new ones
-        until `restart`. `reason` is the text of these errors."""
+        """Report that the ranks are lost: ends every request with one ``lost`` event before it returns, and refuses new ones
+        until `restart`. `reason` is the text of these events."""
         self._loop.stop(reason)
 
     def restart(self, link: RankLink) -> None:
         """Serve with the ranks behind `link`, which the engine owns from now on, and an empty KV cache. Requests of the old
-        ranks end with an ``error`` event. Raises `RuntimeError` if the old thread does not end within 5 seconds."""
+        ranks end with a ``lost`` event. Raises `RuntimeError` if the old thread does not end within 5 seconds."""
         with self._lock:
             self._end_loop("the ranks were replaced")
             self._loop = StepLoop(self.config, link, self._clock, self._flush)
             self._loop.start()
 
     def close(self) -> None:
-        """Stop serving and close the link; live requests end with an ``error`` event. Calling this twice is harmless. Raises
+        """Stop serving and close the link; live requests end with a ``lost`` event. Calling this twice is harmless. Raises
         `RuntimeError` if the engine's thread does not end within 5 seconds."""
         with self._lock:
             self._end_loop("it was closed")

@@ -93,10 +93,10 @@ class StepLoop:
                 raise EngineDown(self.ended)
             if request.request_id in self._event_delivery:
                 raise DuplicateRequest(request.request_id)
-            self._check_room(len(request.prompt))
+            self._check_room(sequence.length)
             self._event_delivery.open(request.request_id, deliver)
             self._inbox.append(sequence)
-            self._inbox_tokens += len(request.prompt)
+            self._inbox_tokens += sequence.length
             self._changed.notify()
 
     def _sequence(self, request: GenerateRequest) -> Sequence:
@@ -132,7 +132,7 @@ class StepLoop:
                 self._changed.notify()
 
     def stop(self, reason: str) -> None:
-        """Accept no more requests, and end every live one with an ``error`` event with the text `reason` before this method
+        """Accept no more requests, and end every live one with a ``lost`` event with the text `reason` before this method
         returns. The thread then ends and closes the link."""
         with self._changed:
             if self.ended is None:

@@ -9,9 +9,10 @@ from pydantic import Field
 from actors.wire.kv import KVTicket
 from actors.wire.message import Message
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error", "handoff"]
-"""Reason for which a request ended. ``handoff`` means that a prefill pool has finished its part of the request; that event goes
-to the decode pool, never to an ingress."""
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "lost", "handoff"]
+"""Reason for which a request ended. ``lost``: the replica or its ranks are gone, so that another replica may continue it (see
+`GenerateRequest.generated`). ``handoff``: a prefill pool has finished its part of the request; that event goes to the decode
+pool, never to an ingress."""
 
 
 class SamplingParams(Message):
@@ -40,15 +41,15 @@ class SamplingParams(Message):
 
 
 class GenerateRequest(Message):
-    """A request to continue one sequence.
-
-    If the request is replayed after a failure, the prompt also holds the tokens that were already sent to the client.
-    """
+    """A request to continue one sequence."""
 
     request_id: str
     prompt: list[int]
     max_tokens: int
     """Maximum number of tokens to generate; 0 only scores the prompt."""
+    generated: list[int] = Field(default_factory=list)
+    """Tokens that a lost replica generated after `prompt`. The request continues behind them: they count towards `max_tokens`,
+    ``min_tokens`` and the penalties, and no event repeats them or the prompt logprobs."""
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
     """Scheduling priority; lower values are served first."""

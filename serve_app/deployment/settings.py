@@ -69,6 +69,8 @@ class ServeArgs(ReplicaOptions):
     """Maximum sequence length in tokens; default: the smallest of the model's limit, 8192, and what the KV cache can hold."""
     replica_wait_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that a request waits for an engine replica while none is running, before it is refused."""
+    replay_wait_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that a request whose replica was lost waits for another replica, or for the same one to come back."""
     ingress_node: Literal["head", "anywhere"] = "head"
     """Node of the HTTP process: head, to be independent of other nodes, or anywhere, as Ray Serve decides."""
     served_name: str | None = None

@@ -10,6 +10,7 @@ the ingress chooses the replica, which may answer with a KV transfer ticket firs
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -25,6 +26,9 @@ from actors.wire.kv import KVTicket
 from actors.wire.requests import GenerateRequest, TokenEvent
 from serve_app.routing.backend import BackendRefused, Health
 from serve_app.routing.broadcast import LOST, broadcast
+from serve_app.routing.replay import Replay
+
+log = logging.getLogger("shardwright.routing")
 
 _LAST_EVENT_S = 10.0
 """Seconds that the last event may arrive after the call has returned: the call and the events take different ways."""
@@ -32,6 +36,10 @@ _LAST_EVENT_S = 10.0
 _SENT_S = 2.0
 """Seconds after the end of a request in which its prefill replica normally knows that it has sent everything; then its call is
 cancelled."""
+
+
+_REPLAY_EVERY_S = 0.1
+"""Seconds between two attempts to find a replica for a request that was lost."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +59,53 @@ class Route:
 class HandleBackend:
     """Generates on the engine replicas behind a Serve handle, whose router chooses the replica."""
 
-    def __init__(self, engine: DeploymentHandle[Any], wait_s: float, deployed: int = 1) -> None:
-        """`wait_s`: seconds that a request waits for a replica to accept it while none can. `deployed`: number of replicas that
-        the service was deployed with, in all pools."""
-        self._engine, self._wait_s, self._deployed = engine, wait_s, deployed
+    def __init__(self, engine: DeploymentHandle[Any], deployed: int = 1, *, wait_s: float, replay_wait_s: float) -> None:
+        """`wait_s`: seconds that a request waits for a replica to accept it while none can. `replay_wait_s`: the same for a
+        request that a replica had accepted before it was lost. `deployed`: number of replicas that the service was deployed
+        with, in all pools."""
+        self._engine, self._wait_s, self._deployed, self._replay_wait_s = engine, wait_s, deployed, replay_wait_s
+        self._replayed = self._given_up = 0
         self._generate: Any = engine.options(method_name="generate")
         self._receiver: TokenReceiver | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
-        """See `Backend.generate`. A replica that dies ends the request with one error event.
+        """See `Backend.generate`. A request whose replica is lost is replayed on another one, see `Replay`; if that is not
+        possible, it ends with one error event.
 
-        A replica that is down refuses before any part of the request has run, so the other replicas are tried in turn. Raises
-        `BackendRefused` also if no replica takes the request in `wait_s` seconds.
+        Raises `BackendRefused` also if no replica takes a new request in `wait_s` seconds, or a lost one in `replay_wait_s`.
         """
+        replay = Replay(request, self._replay_wait_s)
+        while (attempt := replay.attempt()) is not None:
+            try:
+                async with aclosing(self._run_once(attempt)) as events:
+                    async for event in events:
+                        if event.finish != "lost":
+                            yield replay.on_event(event)
+                            continue
+                        if event.tokens:
+                            yield replay.on_event(event.model_copy(update={"finish": None, "error": None}))
+                        break
+                    else:
+                        return
+            except BackendRefused as refused:
+                replay.on_refusal()
+                if not replay.was_taken or refused.code == "prompt_too_long" or not replay.may_wait():
+                    self._given_up += replay.was_taken
+                    raise
+            else:
+                fault = replay.on_loss()
+                if fault is not None:
+                    self._given_up += 1
+                    yield TokenEvent(request_id=request.request_id, finish="error", error=f"{event.error}; {fault}")
+                    return
+                self._replayed += replay.was_taken
+                log.warning("request %s is replayed: %s", request.request_id, event.error)
+            await asyncio.sleep(_REPLAY_EVERY_S)
+        yield TokenEvent(request_id=request.request_id, finish="deadline")
+
+    async def _run_once(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Generate on one replica. A replica that is down refuses before any part of the request has run, so the other replicas
+        are tried in turn."""
         refused_by: list[str] = []
         while True:
             try:
@@ -168,8 +210,8 @@ class HandleBackend:
         return dict(answer for each in answers for answer in each if isinstance(answer, tuple))
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Backend.gauges`. Returns none: a single pool has no gauges besides those of its replicas."""
-        return {}
+        """See `Backend.gauges`. Returns the numbers of replays, and of requests that were accepted, lost and given up."""
+        return {"requests_replayed": float(self._replayed), "requests_given_up": float(self._given_up)}
 
     def _pools(self) -> Sequence[DeploymentHandle[Any]]:
         return [self._engine]
@@ -229,4 +271,4 @@ def _joined(first: TokenEvent, events: asyncio.Queue[TokenEvent]) -> TokenEvent:
 
 
 def _lost(request: GenerateRequest, reason: str) -> TokenEvent:
-    return TokenEvent(request_id=request.request_id, finish="error", error=reason)
+    return TokenEvent(request_id=request.request_id, finish="lost", error=reason)

@@ -48,7 +48,7 @@ class PrefillReplicas:
             excluded += [member.name, last.refused_by or ""]
         else:
             last = _nobody(asked)
-        if last.refused is not None or last.finish == "error":  # the replica itself reports any other end
+        if last.refused is not None or last.finish in ("error", "lost"):  # the replica itself reports any other end
             await self._notify(ReplyTo.unpack(ticket.reply_to), last)
         if last.error is not None and last.refused != "engine_busy":
             ended(last.error)

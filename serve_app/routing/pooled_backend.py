@@ -50,13 +50,16 @@ class PooledBackend(HandleBackend):
     def __init__(
         self,
         pools: Mapping[str, DeploymentHandle[Any]],
-        wait_s: float,
         require_prefill: bool = False,
         deployed: int | None = None,
+        *,
+        wait_s: float,
+        replay_wait_s: float,
     ) -> None:
-        """`wait_s` and `deployed` (default: one replica in each pool): see `HandleBackend`. `require_prefill`: whether to
-        refuse requests while prompts are not handed off."""
-        super().__init__(next(iter(pools.values())), wait_s, len(pools) if deployed is None else deployed)
+        """`wait_s`, `replay_wait_s` and `deployed` (default: one replica in each pool): see `HandleBackend`. `require_prefill`:
+        whether to refuse requests while prompts are not handed off."""
+        number = len(pools) if deployed is None else deployed
+        super().__init__(next(iter(pools.values())), number, wait_s=wait_s, replay_wait_s=replay_wait_s)
         self._pool_members, self._requires = PoolMembers(pools), require_prefill
         self._prefill = PrefillReplicas(self._pool_members)
         self._handoff_probe = HandoffProbe(is_needed=len(pools) > 1)
@@ -91,8 +94,8 @@ class PooledBackend(HandleBackend):
         return Health(ok=ok, reason=f"prompts are not handed off: {failure}" if failure else shortage, replicas=len(able))
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Backend.gauges`. Returns the gauge that shows whether prompts are handed off: ``handoff_works``."""
-        return self._handoff_probe.gauges()
+        """See `Backend.gauges`. Returns also the gauge that shows whether prompts are handed off: ``handoff_works``."""
+        return {**super().gauges(), **self._handoff_probe.gauges()}
 
     async def roles(self) -> list[RoleReport]:
         """Returns the role report of every replica, by pool and name. The replicas are asked unless they have just been."""
@@ -132,7 +135,7 @@ class PooledBackend(HandleBackend):
         """Returns the route to a replica that answers, and that has its prompt computed by another one if there is one and it
         is worthwhile."""
         others = [self._pool_members.load(each) for each in self._pool_members.able_for(member.name)]
-        if others and request.max_tokens > 0:
+        if others and request.max_tokens > 0 and not request.generated:
             request = request.model_copy(update={"reserves": True})
         hints = {"preferred_replica": member.name, "least_prefill_load": min(others, default=0)}
         return PooledRoute(self._pool_members.generate(member), request, hints, member.name, ended)

@@ -56,11 +56,11 @@ class EventDelivery:
         return self._call(callback, event)
 
     def fail_all(self, reason: str) -> None:
-        """End every live request with an ``error`` event whose text is `reason`, then call `flush`."""
+        """End every live request with a ``lost`` event whose text is `reason`, then call `flush`."""
         with self._lock:
             while self._callbacks:
                 request_id, callback = self._callbacks.popitem()
-                self._call(callback, TokenEvent(request_id=request_id, finish="error", error=reason))
+                self._call(callback, TokenEvent(request_id=request_id, finish="lost", error=reason))
         self._flush()
 
     def _call(self, callback: Deliver, event: TokenEvent) -> bool:

@@ -86,8 +86,9 @@ class Sequence:
         capacity: int = 1 << 62,
         expected_tokens: int = 0,
     ) -> Sequence:
-        """Return a new, waiting sequence that holds the prompt of `request`, which arrived at `arrival_s` (seconds on the
-        engine's clock). `block_size` is in tokens; `order` is a unique number that increases with arrival.
+        """Return a new, waiting sequence that holds the prompt and the generated tokens of `request`, which arrived at
+        `arrival_s` (seconds on the engine's clock). `block_size` is in tokens; `order` is a unique number that increases with
+        arrival.
 
         `rope` is that of the model, and `capacity` the maximum number of tokens of a sequence in this engine. `expected_tokens`
         is the number of output tokens for which blocks are allocated on admission if a prefill pool may compute the prompt.
@@ -98,7 +99,8 @@ class Sequence:
         if request.ticket is not None:  # the keys are for another engine, whose capacity may differ
             rope_length = request.ticket.rope_length
         chain = PrefixChain(request.cache_salt, block_size, rope.length_class(rope_length))
-        chain.extend(request.prompt)
+        tokens = request.prompt + request.generated
+        chain.extend(tokens)
         gathered: list[TokenLogprob | None] = (
             [None] * len(request.prompt) if request.sampling.prompt_logprobs is not None else []
         )
@@ -106,10 +108,11 @@ class Sequence:
             request,
             arrival_s,
             order,
-            list(request.prompt),
+            tokens,
             chain,
             gathered,
             rope_length=rope_length,
+            has_sent_prompt_logprobs=bool(request.generated),
             reserves=request.reserves,
             spare_tokens=min(request.max_tokens, expected_tokens) if request.reserves else 0,
         )

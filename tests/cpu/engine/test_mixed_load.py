@@ -10,44 +10,14 @@ import random
 import pytest
 
 from actors.engine.config.engine_config import EngineConfig
-from actors.wire.requests import GenerateRequest, SamplingParams
 from placement.layout.layout import Layout
 from tests.support.inprocess import in_process
 from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
+from tests.support.random_requests import random_requests
 
 ROOMY = EngineConfig(block_size=4, num_blocks=400, max_model_len=96, max_batch_tokens=64, max_sequences=16)
 CRAMPED = EngineConfig(block_size=4, num_blocks=40, max_model_len=96, max_batch_tokens=64, max_sequences=16)
-
-
-def requests(count: int, seed: int) -> list[GenerateRequest]:
-    rng = random.Random(seed)
-    shared = [rng.randrange(101) for _ in range(24)]
-    made = []
-    for number in range(count):
-        prompt = shared[: rng.choice([0, 0, 8, 24])] + [rng.randrange(101) for _ in range(rng.randint(1, 30))]
-        sampling = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 1.0]),
-            top_p=rng.choice([1.0, 0.9]),
-            top_k=rng.choice([0, 0, 5]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
-            seed=number,
-            stop_token_ids=tuple(rng.sample(range(101), rng.choice([0, 3]))),
-            min_tokens=rng.choice([0, 4]),
-            logprobs=0,
-        )
-        made.append(
-            GenerateRequest(
-                request_id=f"r{number}",
-                prompt=prompt,
-                max_tokens=rng.randint(1, 30),
-                sampling=sampling,
-                priority=rng.choice([0, 0, 1]),
-                tenant=rng.choice(["a", "b"]),
-                cache_salt=rng.choice(["", "salt"]),
-            )
-        )
-    return made
 
 
 @pytest.mark.parametrize(
@@ -68,7 +38,7 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
 )
 def test_mixed_load_equals_one_at_a_time(layout: str, depth: int | None) -> None:
     model = tiny("llama3")
-    work = requests(60 if "=" in layout else 120, seed=3)
+    work = random_requests(60 if "=" in layout else 120, seed=3)
     aborted = {request.request_id for request in random.Random(4).sample(work, 12)}
     owners, dp_size = Layout.parse(layout).kv_owners, Layout.parse(layout).attn_dp
     sizes = {"num_blocks": CRAMPED.num_blocks // owners, "kv_owners": owners}

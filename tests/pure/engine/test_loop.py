@@ -243,7 +243,7 @@ def test_a_step_that_never_ends_is_noticed(start: Start) -> None:
     engine, inbox = start(link, step_timeout_s=0.3), Inbox()
     engine.submit(request("a"), inbox)
     inbox.wait("a")
-    assert inbox.events["a"][-1].finish == "error"
+    assert inbox.events["a"][-1].finish == "lost"
     assert "step 0 (1 rows) took over 0.3 s" in str(inbox.events["a"][-1].error)
     assert "step 0" in str(engine.healthy())
     with pytest.raises(EngineDown, match="step 0"):
@@ -271,7 +271,7 @@ def test_lost_ranks_and_new_ones(start: Start) -> None:
         engine.submit(request(name, max_tokens=50), inbox)
     assert gate.entered.wait(WAIT_S)
     engine.fail("rank 1 died")
-    assert all([event.finish for event in inbox.events[name]] == ["error"] for name in "abc"), "told before fail() returns"
+    assert all([event.finish for event in inbox.events[name]] == ["lost"] for name in "abc"), "told before fail() returns"
     assert inbox.events["a"][0].error == "rank 1 died"
     with pytest.raises(EngineDown, match="rank 1 died"):
         engine.submit(request("d"), inbox)
@@ -286,7 +286,7 @@ def test_lost_ranks_and_new_ones(start: Start) -> None:
     engine.submit(request("a"), fresh)
     fresh.wait("a")
     assert fresh.tokens("a") == continuation([1, 2, 3], 4, VOCAB)
-    assert [inbox.finals(name) for name in "abc"] == [["error"]] * 3
+    assert [inbox.finals(name) for name in "abc"] == [["lost"]] * 3
 
 
 def test_a_broken_link_fails_everything_with_the_reason(start: Start) -> None:
@@ -298,7 +298,7 @@ def test_a_broken_link_fails_everything_with_the_reason(start: Start) -> None:
     for name in "ab":
         engine.submit(request(name, max_tokens=30), inbox)
     inbox.wait("a", "b")
-    assert inbox.finals("a") == inbox.finals("b") == ["error"]
+    assert inbox.finals("a") == inbox.finals("b") == ["lost"]
     assert engine.healthy() == "the ranks are lost: rank 0 is gone"
 
 
@@ -310,7 +310,7 @@ def test_a_bug_in_the_scheduler_fails_everything_and_hangs_nothing(start: Start,
     engine, inbox = start(), Inbox()
     engine.submit(request("a"), inbox)
     inbox.wait("a")
-    assert inbox.finals("a") == ["error"]
+    assert inbox.finals("a") == ["lost"]
     assert engine.healthy() == "the engine failed: ZeroDivisionError('planted')"
 
 
@@ -328,7 +328,7 @@ def test_failing_at_any_moment_ends_each_request_exactly_once(start: Start) -> N
         engine.restart(ScriptedLink(24, 4, VOCAB))
     names = [submitted.get() for _ in range(submitted.qsize())]
     for name in names:
-        assert inbox.finals(name) in (["error"], ["length"])
+        assert inbox.finals(name) in (["lost"], ["length"])
         assert inbox.events[name][-1].finish
 
 

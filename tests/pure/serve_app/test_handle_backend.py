@@ -21,7 +21,7 @@ REQUEST = GenerateRequest(request_id="r", prompt=[1], max_tokens=4, sampling=Sam
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_a_cancellation_that_comes_with_the_first_event_is_not_lost(turns: int) -> None:
-    backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=5.0)  # type: ignore[arg-type]
+    backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=5.0, replay_wait_s=0.3)  # type: ignore[arg-type]
     events: asyncio.Queue[TokenEvent] = asyncio.Queue()
     went_on = False
 
@@ -42,7 +42,7 @@ async def test_a_cancellation_that_comes_with_the_first_event_is_not_lost(turns:
 
 
 async def test_a_request_nobody_takes_is_refused_in_time() -> None:
-    backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=0.05)  # type: ignore[arg-type]
+    backend = HandleBackend(SimpleNamespace(options=lambda method_name: None), wait_s=0.05, replay_wait_s=0.3)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"no engine replica could take the request for 0\.05 s"):
         await backend._taken(REQUEST, asyncio.Queue())
 
@@ -74,7 +74,7 @@ class _Engine:
 
 async def test_the_first_event_says_that_the_request_is_admitted() -> None:
     engine = _Engine()
-    backend = HandleBackend(Handle(engine.answer), wait_s=5.0)  # type: ignore[arg-type]
+    backend = HandleBackend(Handle(engine.answer), wait_s=5.0, replay_wait_s=0.3)  # type: ignore[arg-type]
     events = backend.generate(REQUEST)
     first = asyncio.create_task(anext(events))
     await asyncio.sleep(0.05)
@@ -92,7 +92,7 @@ async def test_no_event_comes_before_a_refusal(code: str) -> None:
     engine.refusal = TokenEvent(request_id="r", finish="error", refused=code, error="no")
     engine.admits.set()
     with pytest.raises(BackendRefused, match="no") as refused:
-        await anext(HandleBackend(Handle(engine.answer), wait_s=5.0).generate(REQUEST))  # type: ignore[arg-type]
+        await anext(HandleBackend(Handle(engine.answer), wait_s=5.0, replay_wait_s=0.3).generate(REQUEST))  # type: ignore[arg-type]
     assert refused.value.code == code
 
 
@@ -127,7 +127,7 @@ class _Lost:
 
 
 async def test_health_names_what_was_lost_and_does_not_quote_ray() -> None:
-    health = await HandleBackend(_Lost(), 1).health()  # type: ignore[arg-type]
+    health = await HandleBackend(_Lost(), wait_s=1, replay_wait_s=1).health()  # type: ignore[arg-type]
     assert (health.ok, health.reason) == (False, "a replica does not answer: RayActorError")
 
 
@@ -159,4 +159,4 @@ class _Answering:
     ],
 )
 async def test_health_says_which_replicas_are_missing(answers: list[object], expected: Health) -> None:
-    assert await HandleBackend(_Answering(*answers), 1, deployed=3).health() == expected  # type: ignore[arg-type]
+    assert await HandleBackend(_Answering(*answers), 3, wait_s=1, replay_wait_s=1).health() == expected  # type: ignore[arg-type]

@@ -238,7 +238,7 @@ async def test_a_request_says_what_there_is_to_do_elsewhere(others: dict[str, in
 @asynccontextmanager
 async def backend_over(decode: Handle, prefill: Handle) -> AsyncIterator[PooledBackend]:
     """A backend whose watch ends with the block."""
-    backend = PooledBackend({ENGINE: decode, PREFILL: prefill}, WAIT_S)  # type: ignore[dict-item]
+    backend = PooledBackend({ENGINE: decode, PREFILL: prefill}, wait_s=WAIT_S, replay_wait_s=WAIT_S)  # type: ignore[dict-item]
     try:
         yield backend
     finally:

@@ -35,7 +35,7 @@ class Pair:
         self._notified: dict[str, asyncio.Event] = {}
         self._receiver = TokenReceiver.listen("127.0.0.1", lambda event: self._notified[event.request_id].set())
         pools = {ENGINE: self.decode, PREFILL: self.prefill}
-        self.backend = PooledBackend(pools, wait_s, require_prefill)  # type: ignore[arg-type]
+        self.backend = PooledBackend(pools, require_prefill, wait_s=wait_s, replay_wait_s=wait_s)  # type: ignore[arg-type]
 
     async def _decode(self, request: GenerateRequest, to: ReplyTo, replica: str) -> None:
         while not self._sender.connected(to):  # noqa: ASYNC110 - a socket has no event to wait for
@@ -95,11 +95,11 @@ async def test_nothing_is_ready_before_a_prompt_was_handed_off() -> None:
     async with pair() as both:
         both.prefill.down["b"] = "starting"
         assert await both.backend.health() == Health(False, f"prompts are not handed off: {handoff_probe.NOT_TRIED}", 1)
-        assert both.backend.gauges() == {"handoff_works": 0.0}
+        assert both.backend.gauges()["handoff_works"] == 0.0
         both.prefill.down.clear()
         await both.backend.started()
         assert await both.backend.health() == Health(True, "", 1)
-        assert both.backend.gauges() == {"handoff_works": 1.0}
+        assert both.backend.gauges()["handoff_works"] == 1.0
         [(asked, how)] = both.prefill.asked
         assert (asked.ticket.ticket_id, how["preferred_replica"]) == (asked.request_id, "b")
         assert both.decode.asked[0][1]["least_prefill_load"] < 0  # a mixed replica would have it computed elsewhere, too
@@ -112,7 +112,7 @@ async def test_a_trial_that_fails_is_told_and_tried_again(require_prefill: bool,
         await both.backend.started()
         assert await both.backend.health() == Health(not require_prefill, f"prompts are not handed off: {UNLIKE}", 1)
         assert UNLIKE in caplog.text
-        assert both.backend.gauges() == {"handoff_works": 0.0}
+        assert both.backend.gauges()["handoff_works"] == 0.0
         if require_prefill:
             with pytest.raises(BackendRefused, match=UNLIKE) as refused:
                 await both.ask()
