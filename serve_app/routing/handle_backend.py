@@ -74,7 +74,7 @@ class HandleBackend:
 
         Raises `BackendRefused` also if no replica takes a new request in `wait_s` seconds, or a lost one in `replay_wait_s`.
         """
-        replay = Replay(request, self._replay_wait_s)
+        replay = Replay(request, self._wait_s, self._replay_wait_s)
         while (attempt := replay.attempt()) is not None:
             try:
                 async with aclosing(self._run_once(attempt)) as events:
@@ -94,12 +94,14 @@ class HandleBackend:
                     raise
             else:
                 fault = replay.on_loss()
+                if fault is not None and not replay.was_taken:
+                    raise BackendRefused("engine_down", f"{event.error}; {fault}")
                 if fault is not None:
                     self._given_up += 1
                     yield TokenEvent(request_id=request.request_id, finish="error", error=f"{event.error}; {fault}")
                     return
                 self._replayed += replay.was_taken
-                log.warning("request %s is replayed: %s", request.request_id, event.error)
+                log.warning("request %s is tried again: %s", request.request_id, event.error)
             await asyncio.sleep(_REPLAY_EVERY_S)
         yield TokenEvent(request_id=request.request_id, finish="deadline")
 

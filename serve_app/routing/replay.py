@@ -24,9 +24,13 @@ request itself is then the likely cause of the losses."""
 class Replay:
     """The progress of one request over the replicas that it runs on, one after the other."""
 
-    def __init__(self, request: GenerateRequest, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`wait_s`: seconds that a request which was lost may wait for another replica to take it."""
-        self._request, self._wait_s, self._clock = request, wait_s, clock
+    def __init__(
+        self, request: GenerateRequest, wait_s: float, replay_wait_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`wait_s`: seconds that a new request may wait for a replica to take it, once one was lost or has refused;
+        `replay_wait_s`: the same for a request that a replica had taken before it was lost."""
+        self._request, self._clock = request, clock
+        self._wait_s, self._replay_wait_s = wait_s, replay_wait_s
         self._began = clock()
         self._generated: list[int] = []
         self._has_scored = False
@@ -79,10 +83,9 @@ class Replay:
 
     def on_loss(self) -> str | None:
         """Note that the replica is lost. Returns None if the request may be replayed, else why not, as text for people."""
-        if self._lost_at is None:
-            self._lost_at = self._clock()
-        if not self._is_taken:  # it was lost before it took the request
-            return None if self.may_wait() else f"no replica has taken it for {self._wait_s:g} s"
+        self.on_refusal()
+        if not self._is_taken:  # the replica was lost before it took the request
+            return None if self.may_wait() else f"no replica took the request for {self._limit_s:g} s"
         self.num_replays += 1
         self._fruitless = 0 if self._is_fruitful else self._fruitless + 1
         if self._fruitless >= MAX_FRUITLESS:
@@ -98,4 +101,8 @@ class Replay:
 
     def may_wait(self) -> bool:
         """Whether the request may wait longer for a replica that takes it."""
-        return self._lost_at is None or self._clock() - self._lost_at < self._wait_s
+        return self._lost_at is None or self._clock() - self._lost_at < self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        return self._replay_wait_s if self.was_taken else self._wait_s

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 POOLS = ("tp=2", "pp=2")
 STREAMS = 32
 LONG = 30_000
-LOST_S = 15
+LOST_S = 30
+ON_THEIR_WAY = 50
+"""More events of a stream than can be on their way when the link is cut."""
 BACK_S = 240
 
 
@@ -67,7 +69,7 @@ def test_a_prompt_goes_from_one_host_to_the_other(cluster: UpCluster) -> None:
         assert sum(received) == 2, "one before it was ready, and this one"
 
 
-def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) -> None:
+def test_streams_of_a_host_go_on_at_the_other_when_its_link_is_cut(cluster: UpCluster) -> None:
     model = str(tiny("llama3", max_position_embeddings=2**16).folder)
     options = ["--layout", "tp=2,replicas=2", "--dtype", "float32", "--max-model-len", "40000"]
     with cluster.serving(model, *options, "--kv-bytes", "1GiB"):
@@ -77,20 +79,20 @@ def test_streams_of_the_other_host_go_on_when_a_link_is_cut(cluster: UpCluster) 
         victim = cluster.workers[1]
         victim.cut()
         cut_at = time.monotonic()
-        wait_until(lambda: sum(stream.ended for stream in streams) == STREAMS // 2, LOST_S, lambda: ended(streams))
-        lost_after = time.monotonic() - cut_at
-        counts = {stream: len(stream.data) for stream in streams if not stream.ended}
-        lost = [stream for stream in streams if stream.ended]
-        for stream in lost:
-            errors = [chunk for chunk in stream.finish().chunks if "error" in chunk]
-            assert len(errors) == 1
-            assert errors == stream.chunks[-1:]
-        wait_until(lambda: all(len(each.data) > count for each, count in counts.items()), 30, lambda: ended(streams))
-        assert not any(stream.ended for stream in counts), "the other host's streams go on"
+        counts = [len(stream.data) for stream in streams]
+        wait_until(
+            lambda: all(len(stream.data) > count + ON_THEIR_WAY for stream, count in zip(streams, counts, strict=True)),
+            LOST_S,
+            lambda: f"{[len(stream.data) - count for stream, count in zip(streams, counts, strict=True)]}",
+        )
+        print(f"all streams went on within {time.monotonic() - cut_at:.1f} s of the cut")
+        assert not any(stream.ended for stream in streams)
         assert healthy(cluster.url)
-        for stream in counts:
+        for stream in streams:
             stream.leave()
-        print(f"lost streams ended {lost_after:.1f} s after the cut")
+        for index in (0, 1):
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=body([index, 8], 200), timeout=120).json()
+            assert streams[index].tokens_so_far[:200] == answer["choices"][0]["token_ids"][: len(streams[index].tokens_so_far)]
         victim.mend()
         wait_until(lambda: slots(cluster) == 4, BACK_S, lambda: f"{slots(cluster)} slots")
         wait_until(lambda: both_run(cluster), BACK_S, lambda: json.dumps(replicas(cluster)))
@@ -165,7 +167,3 @@ def controller(cluster: UpCluster) -> int:
 
 def both_run(cluster: UpCluster) -> bool:
     return [(each["state"], len(each["ranks"])) for each in replicas(cluster)] == [("RUNNING", 2)] * 2
-
-
-def ended(streams: list[Stream]) -> str:
-    return f"{sum(stream.ended for stream in streams)} of {len(streams)} streams have ended"

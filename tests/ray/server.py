@@ -66,6 +66,14 @@ class Server:
         """One of the engine's numbers, summed over the replicas."""
         return sum(values[name] for values in self.gauges().values())
 
+    def service_gauge(self, name: str) -> float:
+        """One of the numbers of the whole service in ``/metrics``."""
+        for family in text_string_to_metric_families(self.client.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == f"shardwright_{name}":
+                    return sample.value
+        raise AssertionError(f"/metrics has no {name}")
+
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks."""
         return self.named("ray::RankActor")

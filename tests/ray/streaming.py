@@ -44,9 +44,9 @@ class Stream:
         self._thread.join(_WAIT_S)
         assert not self._thread.is_alive()
 
-    def finish(self) -> Stream:
+    def finish(self, timeout_s: float = _WAIT_S) -> Stream:
         """Read to the end."""
-        self._thread.join(_WAIT_S)
+        self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"still streaming after {len(self.data)} events"
         return self
 

@@ -107,7 +107,7 @@ async def test_a_request_that_ends_every_replica_it_is_given_is_not_tried_for_ev
 
 async def test_however_far_it_comes_there_is_an_end_to_replays() -> None:
     request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=100)
-    replay = Replay(request, WAIT_S)
+    replay = Replay(request, WAIT_S, WAIT_S)
     for _ in range(MAX_REPLAYS):
         assert replay.attempt() is not None
         replay.on_event(TokenEvent(request_id="r", tokens=[1]))
@@ -153,7 +153,7 @@ async def test_the_time_limit_of_a_request_covers_all_its_replicas() -> None:
 
 async def test_scores_of_the_prompt_are_asked_for_until_they_were_sent() -> None:
     request = GenerateRequest(request_id="r", prompt=PROMPT, max_tokens=9, sampling=SamplingParams(prompt_logprobs=1))
-    replay = Replay(request, WAIT_S)
+    replay = Replay(request, WAIT_S, WAIT_S)
     assert replay.attempt() is not None
     replay.on_event(TokenEvent(request_id="r"))
     assert replay.on_loss() is None
@@ -165,3 +165,10 @@ async def test_scores_of_the_prompt_are_asked_for_until_they_were_sent() -> None
     rest = replay.attempt()
     assert rest is not None
     assert (rest.generated, rest.sampling.prompt_logprobs) == ([1], None)
+
+
+async def test_a_new_request_does_not_wait_as_long_as_one_that_was_lost() -> None:
+    replicas = Replicas(*[(0, "dies")] * 1000)
+    backend = HandleBackend(Handle(replicas.answer), wait_s=0.3, replay_wait_s=60.0)  # type: ignore[arg-type]
+    with pytest.raises(BackendRefused, match=r"RayActorError; no replica took the request for 0\.3 s"):
+        await ask(backend)
