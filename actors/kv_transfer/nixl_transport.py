@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any
 
@@ -25,6 +26,10 @@ from actors.wire.message import Message
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 """The Python modules that NIXL is distributed as, one per CUDA version; both work without a GPU."""
+
+
+_PROGRESS_EVERY_US = 1000
+"""Microseconds after which NIXL's progress thread looks at a peer that has not woken it."""
 
 
 class _Description(Message):
@@ -74,7 +79,8 @@ class NixlTransport:
         self.name = f"{name}-{uuid.uuid4().hex[:12]}"  # unique, so that peers see a restarted rank as a new agent
         self.bytes_sent = 0
         self._backend, self._process = backend, os.getpid()
-        self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[backend]))
+        with _sleeping_progress_thread(api.nixlBind):
+            self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[backend]))
         self._pools: dict[int, tuple[int, int, int]] = {}
         self._memory, self._registered = "DRAM", None
         self._kept: list[Tensor] = []
@@ -187,6 +193,33 @@ def nixl_version() -> str:
     """Returns the version of the NIXL package in use, for the handshake. Raises `TransferError` if none is installed."""
     name = _api().__name__.split(".")[0].replace("_", "-")
     return metadata.version(name)
+
+
+@contextmanager
+def _sleeping_progress_thread(bindings: Any) -> Iterator[None]:
+    """Have the agents that are made in this context wait for events in their progress thread, up to `_PROGRESS_EVERY_US`.
+
+    NIXL's Python package (1.5) sets this time to 0 in every agent's configuration, and then the thread polls without a pause:
+    one core for each rank, idle or not.
+    """
+    plain = bindings.nixlAgentConfig
+
+    class Sleeping(plain):  # type: ignore[misc, valid-type]
+        """NIXL's own configuration, whose time of waiting cannot be set to 0."""
+
+        @property
+        def pthrDelay(self) -> Any:
+            return plain.pthrDelay.__get__(self)
+
+        @pthrDelay.setter
+        def pthrDelay(self, delay_us: int) -> None:
+            plain.pthrDelay.__set__(self, max(delay_us, _PROGRESS_EVERY_US))
+
+    bindings.nixlAgentConfig = Sleeping
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = plain
 
 
 def _api() -> Any:

@@ -214,3 +214,14 @@ def _connect_to_nonsense(pipe: Connection) -> None:
 
 def test_the_version_for_the_handshake_is_that_of_the_package() -> None:
     assert nixl_version().split(".")[0].isdigit()
+
+
+def test_an_idle_agent_leaves_the_processor_to_others() -> None:
+    transport = NixlTransport("idle")
+    try:
+        time.sleep(0.2)
+        before, began = time.process_time(), time.monotonic()
+        time.sleep(1)
+        assert time.process_time() - before < 0.2 * (time.monotonic() - began)
+    finally:
+        transport.close()
