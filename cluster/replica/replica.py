@@ -1,7 +1,7 @@
 """A replica: one engine and the ranks that run its plans, supervised together.
 
-If a rank dies or a step does not return, all ranks are killed. Each of their requests ends with one error event, and the ranks
-are launched again in the same bundles, or in new ones if a node is lost. The replica process itself keeps running.
+If a rank dies or a step does not return, all ranks are killed. Each of their requests ends with a ``lost`` event, after which the
+HTTP process replays it (`serve_app.routing.replay`). The ranks are launched again in the same bundles, or in new ones if a node is lost. The replica process itself keeps running.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Replica:
             raise RuntimeError(self._dead)
 
     def close(self) -> None:
-        """End the engine and all ranks, and free the bundles. Requests in progress end with an error event. Raises
+        """End the engine and all ranks, and free the bundles. Requests in progress end with a ``lost`` event. Raises
         `RuntimeError` if the engine's thread does not end."""
         self._closing.set()
         self.engine.close()
