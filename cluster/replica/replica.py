@@ -1,7 +1,8 @@
 """A replica: one engine and the ranks that run its plans, supervised together.
 
-If a rank dies or a step does not return, all ranks are killed. Each of their requests ends with a ``lost`` event, after which the
-HTTP process replays it (`serve_app.routing.replay`). The ranks are launched again in the same bundles, or in new ones if a node is lost. The replica process itself keeps running.
+If a rank dies or a step does not return, all ranks are killed. Their requests end with a ``lost`` event each, upon which the
+HTTP process replays it, and the ranks are launched again in the same bundles, or in new ones if a node is lost. The process of
+the replica itself keeps running.
 """
 
 from __future__ import annotations
