@@ -32,7 +32,7 @@ from actors.wire.plans import StepPlan
 from actors.wire.requests import GenerateRequest, TokenEvent
 from actors.wire.results import StepResult
 
-_GLANCE_S = 0.1
+_POLL_S = 0.1
 """Seconds after which a loop that waits for its ranks checks whether it was stopped."""
 _LISTEN_S = 0.002
 """Seconds that a loop with KV transfers but no plan in flight waits for its ranks before it checks for new requests."""
@@ -306,7 +306,7 @@ class StepLoop:
             if remaining_s <= 0:
                 raise StepTimeout(f"step {plan.step} ({len(plan.rows)} rows) took over {self.config.step_timeout_s:g} s")
             try:
-                return self._link.receive(min(_GLANCE_S, remaining_s))
+                return self._link.receive(min(_POLL_S, remaining_s))
             except LinkTimeout:
                 continue
         return None

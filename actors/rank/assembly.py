@@ -73,7 +73,7 @@ class Parts:
 
 def identity_of(config: RankConfig) -> RankIdentity:
     """Return the identity of the rank of `config`: its coordinates in the layout, its shard of the model, and its positions.
-    Make it once, and pass it to `load_decoder` and `put_together`."""
+    Make it once, and pass it to `load_decoder` and `assemble_parts`."""
     return RankIdentity.of(config.spec, config.layout, config.world_rank, config.block_size)
 
 
@@ -107,7 +107,7 @@ def load_decoder(
     return decoder
 
 
-def put_together(
+def assemble_parts(
     config: RankConfig,
     identity: RankIdentity,
     groups: Mapping[str, Group],

@@ -24,7 +24,7 @@ from actors.model.checkpoint.hash_cache import HashCache
 from actors.model.checkpoint.weight_hasher import NoWeightHasher, WeightHasher
 from actors.model.decoder import Decoder
 from actors.rank.addresses import interface_of, own_address
-from actors.rank.assembly import identity_of, load_decoder, put_together
+from actors.rank.assembly import assemble_parts, identity_of, load_decoder
 from actors.rank.connect_groups import connect
 from actors.rank.stepping import run_plans
 from actors.wire.rank_config import Loaded, RankConfig, RankLocation, RankStatus, Rendezvous
@@ -107,7 +107,7 @@ class Rank:
         Raises the exception of any failure that ends the rank earlier; a failure in a step is reported to the engine first.
         """
         torch.set_num_threads(self._threads)
-        parts = put_together(self._config, self.identity, self._groups, self._decoder, num_blocks, model_digest)
+        parts = assemble_parts(self._config, self.identity, self._groups, self._decoder, num_blocks, model_digest)
         link = ZmqRankLink(address, self._config.world_rank, token)
         self._status = self._status.model_copy(update={"state": "running"})
         try:

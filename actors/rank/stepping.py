@@ -17,7 +17,7 @@ from placement.layout import mesh
 
 _LISTEN_S = 3600.0
 """Timeout in seconds of one wait for a plan, after which the loop waits again."""
-_GLANCE_S = 0.001
+_POLL_S = 0.001
 """Timeout in seconds of one wait for a plan while a KV transfer or offload has to be polled."""
 
 
@@ -71,7 +71,7 @@ def _next_plan(link: PlanLink, parts: Parts) -> StepPlan:
         _send_kv_reports(parts, link)
         is_busy = parts.kv_connector.is_busy or parts.kv_offload.is_busy
         with suppress(LinkTimeout):
-            return link.receive_plan(_GLANCE_S if is_busy else _LISTEN_S)
+            return link.receive_plan(_POLL_S if is_busy else _LISTEN_S)
 
 
 def _send_kv_reports(parts: Parts, link: PlanLink) -> None:

@@ -17,7 +17,7 @@ from actors.wire.kv import KVReport
 from actors.wire.plans import StepPlan
 from actors.wire.results import StepResult
 
-_GLANCE_S = 0.001
+_POLL_S = 0.001
 """Seconds between two polls of a sender that waits for reports of KV transfers."""
 
 
@@ -61,7 +61,7 @@ class ThreadLink:
         """See `RankLink.listen`. Never raises: the failure of a rank is raised by `receive`."""
         deadline = time.monotonic() + timeout_s
         while not self.kv_reports and time.monotonic() < deadline:
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """See `RankLink.close`."""

@@ -25,7 +25,7 @@ from actors.groups.solo import SoloGroup
 from actors.groups.thread import thread_groups
 from actors.model.checkpoint.hash_cache import HashCache
 from actors.model.checkpoint.weight_hasher import whole_digest
-from actors.rank.assembly import Parts, identity_of, load_decoder, put_together
+from actors.rank.assembly import Parts, assemble_parts, identity_of, load_decoder
 from actors.rank.stepping import close_groups, run_plans
 from actors.rank.thread_link import ThreadLink
 from actors.wire.experts import ExpertReport
@@ -151,7 +151,7 @@ def _run_rank(
     try:
         identity = identity_of(config)
         decoder = load_decoder(config, identity, groups)
-        parts = attach(put_together(config, identity, groups, decoder, num_blocks, model_digest))
+        parts = attach(assemble_parts(config, identity, groups, decoder, num_blocks, model_digest))
     except Exception as error:
         link.send_failure(f"{type(error).__name__}: {error}")
         link.close()

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from actors.engine.link.link import LinkClosed, LinkError, LinkTimeout
-from actors.rank.assembly import identity_of, load_decoder, put_together
+from actors.rank.assembly import assemble_parts, identity_of, load_decoder
 from actors.rank.connect_groups import connect
 from actors.rank.stepping import close_groups, run_plans
 from actors.verify.recorder import Recorder
@@ -55,7 +55,7 @@ def _be_a_rank(pipe: Connection, start: Start, routes: Routes | None) -> None:
     try:
         identity = identity_of(config)
         decoder = load_decoder(config, identity, groups)
-        parts = put_together(config, identity, groups, decoder, start.num_blocks)
+        parts = assemble_parts(config, identity, groups, decoder, start.num_blocks)
         if routes is not None:
             replay(parts, routes)
         parts = link.recorder.attach(parts)

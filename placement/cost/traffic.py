@@ -126,7 +126,7 @@ def rank_traffic(
     dispatching layer of the rank; else they are expected values. Raises `IndexError` if the layout has no such rank.
     """
     rank_step = rank_step_of(spec, layout, world_rank, step, routed)
-    return [entry for region in REGIONS for entry in _heard(region, rank_step)]
+    return [entry for region in REGIONS for entry in _region_entries(region, rank_step)]
 
 
 def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[TrafficEntry, tuple[int, ...]]]:
@@ -136,7 +136,7 @@ def traffic(spec: ModelSpec, layout: Layout, step: StepShape) -> list[tuple[Traf
     makers: dict[TrafficEntry, list[int]] = {}
     for region in REGIONS:
         for rank, rank_step in enumerate(rank_steps):
-            for entry in _heard(region, rank_step):
+            for entry in _region_entries(region, rank_step):
                 makers.setdefault(entry, []).append(rank)
     return [(entry, tuple(ranks)) for entry, ranks in makers.items()]
 
@@ -153,7 +153,7 @@ def counters(entries: Sequence[TrafficEntry], axis: str) -> tuple[Counter[str], 
     return calls, sent_bytes
 
 
-def arriving(rank_step: RankStep) -> Iterator[TrafficEntry]:
+def stage_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Yields, on all stages but the first, the receive of the rank's own tokens from the previous stage, and their all-gather
     over the tp group (not in scattered steps)."""
     if not rank_step.own.first_stage:
@@ -220,14 +220,14 @@ def head_input(rank_step: RankStep) -> Iterator[TrafficEntry]:
         yield from _gathered(rank_step, "head input", 1)
 
 
-def leaving(rank_step: RankStep) -> Iterator[TrafficEntry]:
+def stage_output(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Yields, on all stages but the last, the send of the rank's own tokens to the next stage, once per step. A rank without
     tokens sends nothing."""
     if not rank_step.own.last_stage and rank_step.own_bytes:
         yield send("stage boundary", "pp", rank_step.layout.pp, rank_step.own_bytes)
 
 
-def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
+def sampled_tokens(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Yields the exchanges of sampling on the last stage, on cp rank 0, which runs the last token of every row; nothing on
     other ranks.
 
@@ -252,7 +252,7 @@ def choosing(rank_step: RankStep) -> Iterator[TrafficEntry]:
     yield from sampling(rows, rank_step.spec.vocab_size, max(widths), axis, size)
 
 
-def telling(rank_step: RankStep) -> Iterator[TrafficEntry]:
+def token_feedback(rank_step: RankStep) -> Iterator[TrafficEntry]:
     """Yields the feedback of sampled tokens, 8 bytes each, from the last stage to every other stage: a send there, a receive
     elsewhere.
 
@@ -272,7 +272,7 @@ def telling(rank_step: RankStep) -> Iterator[TrafficEntry]:
 
 RegionTraffic = Callable[[RankStep], Iterator[TrafficEntry]]
 REGIONS: tuple[RegionTraffic, ...] = (
-    arriving,
+    stage_input,
     embedding,
     attention_input,
     width_norms,
@@ -281,9 +281,9 @@ REGIONS: tuple[RegionTraffic, ...] = (
     mlp_input,
     mlp_output,
     head_input,
-    leaving,
-    choosing,
-    telling,
+    stage_output,
+    sampled_tokens,
+    token_feedback,
 )
 """Regions in the order of the forward pass. A new parallel axis adds a function here, or changes those of its regions."""
 
@@ -302,10 +302,10 @@ def _gathered(rank_step: RankStep, where: str, calls: int) -> Iterator[TrafficEn
         yield all_gather(where, "tp", rank_step.layout.tp, rank_step.own_bytes, calls)
 
 
-def _heard(region: RegionTraffic, rank_step: RankStep) -> list[TrafficEntry]:
+def _region_entries(region: RegionTraffic, rank_step: RankStep) -> list[TrafficEntry]:
     """Returns the entries of a region that cause traffic, that is, those of groups of more than one rank.
 
     A DP rank without rows only runs its experts, and its part of the head, for other DP ranks.
     """
-    said = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]
-    return said if rank_step.step.rows else [entry for entry in said if entry.axis in ("moe", HEAD_AXIS)]
+    entries = [entry for entry in region(rank_step) if entry.group_size > 1 and entry.calls]
+    return entries if rank_step.step.rows else [entry for entry in entries if entry.axis in ("moe", HEAD_AXIS)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 _LOOK_EVERY_S = 0.5
-_ANSWER_S, _GLANCE_S = 20.0, 5.0
+_ANSWER_S, _POLL_S = 20.0, 5.0
 
 
 def run_role(replica: str, becomes: str, within_s: float, address: str | None, as_json: bool, name: str | None = None) -> None:
@@ -73,7 +73,7 @@ def role_reports(name: str) -> list[RoleReport]:
     from ray.serve.exceptions import RayServeException
 
     try:
-        found: list[RoleReport] = _call(_ingress(name), "roles", timeout_s=_GLANCE_S)
+        found: list[RoleReport] = _call(_ingress(name), "roles", timeout_s=_POLL_S)
     except (RayError, RayServeException, TimeoutError):  # status must also work when something is wrong
         return []
     return found

@@ -64,8 +64,8 @@ class DPRank:
         """Add the next chunks of the prompts that run here to `draft`, within its budget, and set its prompt budget.
         `waiting_tokens` is the number of queued prompt tokens, which pipeline stages take into account when they size
         chunks."""
-        in_sight = waiting_tokens + sum(s.todo for s in self.running if s.todo > 1)
-        limit = micro_batches.prompt_tokens(in_sight, self._config.stages, self._config.micro_batch_tokens)
+        pending_tokens = waiting_tokens + sum(s.todo for s in self.running if s.todo > 1)
+        limit = micro_batches.prompt_tokens(pending_tokens, self._config.stages, self._config.micro_batch_tokens)
         draft.prompt_budget = draft.budget if limit is None else min(draft.budget, limit)
         for sequence in self.running:
             if sequence.todo > 1 and draft.prompt_budget > 0:

@@ -47,10 +47,10 @@ def next_decodes(decoding: Several[Sequence], step: int, stages: int, rows: int)
     return [sequence for at, sequence in enumerate(ready) if at in chosen]
 
 
-def prompt_tokens(in_sight: int, stages: int, tokens: int) -> int | None:
+def prompt_tokens(pending_tokens: int, stages: int, tokens: int) -> int | None:
     """Return the maximum number of prompt tokens of one step; None for no limit (a single stage).
 
-    `in_sight` is the number of prompt tokens that are running or queued, `stages` that of pipeline stages, and `tokens` the
-    least limit.
+    `pending_tokens` is the number of prompt tokens that are running or queued, `stages` that of pipeline stages, and `tokens`
+    the least limit.
     """
-    return None if stages == 1 else max(tokens, -(-in_sight // (_CHUNKS * stages)))
+    return None if stages == 1 else max(tokens, -(-pending_tokens // (_CHUNKS * stages)))

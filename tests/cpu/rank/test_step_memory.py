@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from actors.groups.solo import SoloGroup
 from actors.model.decoder import Decoder
-from actors.rank.assembly import identity_of, put_together
+from actors.rank.assembly import identity_of, assemble_parts
 from actors.rank import assembly
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.rank_config import RankConfig
@@ -56,7 +56,7 @@ with torch.no_grad():
         weight.fill_(0.01)
 rows, new, context = case["rows"], case["new"], case["context"]
 blocks = -(-(new + context) // 16)
-parts = put_together(config, identity_of(config), groups, decoder, rows * blocks)
+parts = assemble_parts(config, identity_of(config), groups, decoder, rows * blocks)
 sampling = SamplingParams(temperature=0.7, seed=1, **case["sampling"])
 tokens = [token % 1000 for token in range(new + context)]
 starts = [SequenceStart(sequence_id=at, tokens=tokens, prompt_length=len(tokens), sampling=sampling) for at in range(rows)]
