@@ -23,9 +23,9 @@ CRAMPED = EngineConfig(block_size=4, num_blocks=40, max_model_len=96, max_batch_
 @pytest.mark.parametrize(
     ("layout", "depth"),
     [
-        ("pp=2", None),
         ("attn_dp=2,tp=2,pp=2", None),
         *long(
+            ("pp=2", None),
             ("", 1),
             ("", 4),
             ("pp=3", None),

@@ -17,13 +17,13 @@ from placement.layout.layout import Layout
 from placement.legality.check import check
 from placement.ownership.handoff import Copy, Side, head_bytes
 from placement.ownership.handoff_pages import PageTable
-from tests.cpu.engine.test_mixed_load import requests
 from tests.cpu.engine.test_tiered_engine import answers, prompts, request, tiered
 from tests.support.inprocess import in_process
 from tests.support.kv.handoff_cases import kept
 from tests.support.kv.pools import pools
 from tests.support.long_cases import long
 from tests.support.models.tiny_models import TinyModel, tiny
+from tests.support.random_requests import random_requests
 
 torch.set_num_threads(1)
 
@@ -200,7 +200,7 @@ def test_a_first_token_that_ends_the_request(max_tokens: int) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), *long(("cp=2", "attn_dp=2"))])
 def test_mixed_load_equals_one_rank(prefill: str, decode: str) -> None:
     """Many at once, with aborts, preemptions on the decode side and prefixes that both sides share."""
-    model, work = tiny("llama3"), requests(60, seed=11)
+    model, work = tiny("llama3"), random_requests(60, seed=11)
     sizes = {"max_model_len": 96, "max_waiting": 200}
     roomy = EngineConfig(block_size=4, num_blocks=400, max_batch_tokens=64, max_sequences=16, **sizes)
     with in_process(model, "", roomy) as replica:

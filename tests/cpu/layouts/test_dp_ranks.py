@@ -15,10 +15,10 @@ from actors.rank.threads import ThreadRanks
 from actors.wire.plans import Row, SequenceStart, StepPlan
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
 from placement.layout.layout import Layout
-from tests.cpu.engine.test_mixed_load import requests
 from tests.support.inprocess import in_process, rank_config
 from tests.support.long_cases import long
 from tests.support.models.tiny_models import tiny
+from tests.support.random_requests import random_requests
 from tests.support.verifying import verify
 
 torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def test_a_dp_rank_that_reads_blocks_of_another_is_a_fault(monkeypatch: pytest.M
     [("qwen3_moe", "attn_dp=4,ep=4,redundant_experts=2"), ("llama3", "attn_dp=4,lm_head=stage")],
 )
 def test_five_hundred_requests_over_four_dp_ranks_with_aborts_equal_one_rank(family: str, layout: str) -> None:
-    model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in requests(500, seed=8)]
+    model, work = tiny(family, num_hidden_layers=2), [_short(request) for request in random_requests(500, seed=8)]
     aborted = {request.request_id for request in random.Random(9).sample(work, 60)}
     config = EngineConfig(block_size=4, num_blocks=24, max_model_len=96, max_batch_tokens=64, max_sequences=16, max_waiting=500)
 

@@ -97,9 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["one long prompt", "a scored prompt", *long(*sorted({*CASES} - {"one long prompt", "a scored prompt"}))]
-)
+@pytest.mark.parametrize("name", ["one long prompt", *long(*sorted({*CASES} - {"one long prompt"}))])
 def test_a_step_takes_no_more_than_its_bound(name: str) -> None:
     case = CASES[name]
     limits = StepLimits(case["rows"] * case["new"], case["rows"], case["new"] + case["context"])

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from actors.engine.link.scripted import continuation
 from actors.engine.link.token_stream import ReplyTo, TokenSender
 from actors.wire.requests import GenerateRequest, SamplingParams, TokenEvent
+from serve_app.routing import handle_backend
 from serve_app.routing.backend import BackendRefused
 from serve_app.routing.handle_backend import HandleBackend
 from serve_app.routing.replay import MAX_FRUITLESS, MAX_REPLAYS, Replay
@@ -24,6 +25,14 @@ WHOLE = continuation(PROMPT, LENGTH, VOCAB)
 WAIT_S = 1.0
 Fate = tuple[int, str]
 """The number of tokens that a replica sends, and its end: it dies, loses its ranks, refuses the request, or lasts."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def soon() -> Iterator[None]:
+    """A lost request looks for another replica without a pause."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle_backend, "_REPLAY_EVERY_S", 0.005)
+        yield
 
 
 class Replicas:
@@ -73,7 +82,7 @@ async def ask(backend: HandleBackend, **fields: object) -> list[TokenEvent]:
 FATES = st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["dies", "loses", "refuses"])), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(FATES)
 @example([(1, "dies")] * 11)
 @example([(0, "refuses"), (3, "loses"), (0, "dies"), (0, "refuses"), (4, "dies")])
